@@ -1,45 +1,67 @@
-"""`python -m benchmarks`: every workload, every peer, one table."""
+"""`python -m benchmarks`: every workload, every way to run it, one table."""
 
 from __future__ import annotations
 
 import argparse
 import gc
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import Progress
+from rich.progress import track
 
 from autoamp.counted.ops import count_ops
 from autoamp.counted.saved import saved_bytes
 
-from . import report
-from .capability import capability
-from .peers import BASELINE, Peer, Prepared, peers, ready
+from .models import Workload, workloads
+from .report import Data, Table, markdown, option, page, said
+from .setting import Setting
 from .timing import interleaved, ratios, seconds
-from .workloads import Workload, workloads
+from .ways import INDUCTOR, Prepared, Step, prepared, step_of
+
+BASELINE = "fp32"
+PEERS = {
+    BASELINE: "fp32",
+    "autocast": "autocast",
+    "compile": f"fp32{INDUCTOR}",
+    "compile + autocast": f"autocast{INDUCTOR}",
+    "model.bfloat16()": "bfloat16",
+    "autoamp": "autoamp",
+    "autoamp inductor": f"autoamp{INDUCTOR}",
+}
+"""The name of each peer in the table, and its way."""
 
 HEADER = (
-    "workload",
-    "kind",
-    "peer",
-    "time / fp32",
-    "casts",
-    "weights refreshed",
-    "saved MB",
-    "first call s",
+    *("workload", "kind", "peer", "time / fp32", "casts", "weights refreshed"),
+    *("saved MB", "first call s"),
 )
 
 
-def _measured(
-    workload: Workload, prepared: Prepared, first: float, device: str
-) -> dict[str, Any]:
+def ready(workload: Workload, way: str, setting: Setting) -> tuple[Prepared, Step]:
+    """The workload run one way, and the step that is timed.
+
+    An inference step is one forward without gradients.
+    """
+    torch.manual_seed(0)
+    made = prepared(workload.case, way, setting)
+    if workload.kind != "inference":
+        return made, step_of(workload.case, made, workload.steps)
+    made.model.eval()
+
+    def infer() -> None:
+        with torch.no_grad():
+            made.forward()
+
+    return made, infer
+
+
+def _measured(workload: Workload, made: Prepared, step: Step, first: float) -> Data:
     """Casts of one timed step and bytes saved by one forward, after the first call."""
-    parameters = list(prepared.model.parameters())
-    found: dict[str, Any] = {"first_call_seconds": first, "casts": None}
-    if not prepared.peer.fused:
-        counts = count_ops(prepared.step, parameters)
+    parameters = list(made.model.parameters())
+    found: Data = {"first_call_seconds": first, "casts": None}
+    compiled = made.call is not made.model or "inductor" in repr(made.call)
+    if not compiled:
+        counts = count_ops(step, parameters)
         found |= {
             "casts": counts.casts.total(),
             "weights_refreshed": counts.refreshed,
@@ -48,45 +70,41 @@ def _measured(
     if workload.kind != "inference":
 
         def forward() -> Any:
-            output = prepared.forward()
-            return prepared.loss(output), output
+            output = made.forward()
+            return workload.case.loss(output), output
 
         saved = saved_bytes(forward, parameters)
         found["saved_bytes"] = saved.total
         found["saved_weight_copies"] = saved.weight_copies
-    found["device"] = device
     return found
 
 
-def run(
-    workload: Workload, chosen: Sequence[Peer], rounds: int, device: str
-) -> dict[str, dict[str, Any]]:
+def run(workload: Workload, peers: Sequence[str], rounds: int, device: str) -> Data:
     """Figures of each peer on one workload; a peer that fails has only "failed"."""
-    torch.manual_seed(0)
     torch._dynamo.reset()
-    original = workload.build().to(device)
-    found: dict[str, dict[str, Any]] = {}
-    alive: dict[str, Prepared] = {}
-    for peer in chosen:
+    found: Data = {}
+    alive: dict[str, Step] = {}
+    for peer in peers:
         try:
-            prepared = ready(workload, original, peer, device)
-            first = seconds(prepared.step, device)
-            prepared.step()  # some back ends compile again for the second call
-            found[peer.name] = _measured(workload, prepared, first, device)
+            made, step = ready(workload, PEERS.get(peer, peer), Setting(device))
+            first = seconds(step, device)
+            step()  # some back ends compile again for the second call
+            found[peer] = _measured(workload, made, step, first)
         except Exception as error:  # noqa: BLE001 - told in the table, beside the others
-            found[peer.name] = {"failed": f"{type(error).__name__}: {error}"}
+            found[peer] = {"failed": said(error)}
         else:
-            alive[peer.name] = prepared
-    taken = interleaved({n: p.step for n, p in alive.items()}, rounds, device)
+            alive[peer] = step
+    taken = interleaved(alive, rounds, device)
     for name, ratio in ratios(taken, BASELINE).items():
         found[name] |= {"time_ratio": ratio, "seconds": taken[name]}
     return found
 
 
-def rows(workload: Workload, found: dict[str, dict[str, Any]]) -> list[list[str]]:
+def rows(title: str, found: Data) -> list[list[str]]:
     """The lines of the table for one workload."""
+    name, _, kind = title.rpartition(" (")
     lines = []
-    for name, got in found.items():
+    for peer, got in found.items():
         if "failed" in got:
             cells = ["failed", "", "", "", ""]
         else:
@@ -99,58 +117,65 @@ def rows(workload: Workload, found: dict[str, dict[str, Any]]) -> list[list[str]
                 "" if saved is None else f"{saved / 1e6:.2f}",
                 f"{got['first_call_seconds']:.2f}",
             ]
-        lines.append([workload.name, workload.kind, name, *cells])
+        lines.append([name, kind.removesuffix(")"), peer, *cells])
     return lines
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what is asked, prints the table, writes it; 1 if autoamp failed anywhere."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--out", type=Path, default=report.RESULTS)
-    parser.add_argument("--rounds", type=int, help="timed rounds (7 quick, else 15)")
-    parser.add_argument("--only", default="", help="workloads whose name holds this")
-    parser.add_argument("--peers", default="", help="comma-separated (all)")
-    options = parser.parse_args(arguments)
-    names = [n.strip() for n in options.peers.split(",") if n.strip()]
-    known = {peer.name: peer for peer in peers()}
-    if unknown := sorted(set(names) - set(known)):
-        parser.error(f"unknown peers {unknown}; there are {list(known)}")
-    chosen = [p for p in known.values() if not names or p.name in [BASELINE, *names]]
-    rounds = options.rounds or (7 if options.quick else 15)
-    wanted = [w for w in workloads(options.quick) if options.only in w.name]
+def measure(given: argparse.Namespace) -> Data:
+    """The figures of the workloads and peers that are asked for."""
+    names = [n.strip() for n in given.peers.split(",") if n.strip()]
+    if unknown := sorted(set(names) - set(PEERS)):
+        raise SystemExit(f"unknown peers {unknown}; there are {[*PEERS]}")
+    peers = [p for p in PEERS if not names or p in (BASELINE, *names)]
+    wanted = [w for w in workloads(given.quick) if given.only in w.name]
     if not wanted:
-        parser.error(f"no workload holds {options.only!r} in its name")
-    lines: list[list[str]] = []
-    results: list[dict[str, Any]] = []
-    with Progress(transient=True) as progress:
-        task = progress.add_task("", total=len(wanted))
-        for workload in wanted:
-            title = f"{workload.name} ({workload.kind})"
-            progress.update(task, description=title)
-            found = run(workload, chosen, rounds, options.device)
-            lines += rows(workload, found)
-            results.append({"workload": title, "peers": found})
-            progress.advance(task)
-            gc.collect()
-    line = capability(options.device)
-    note = f"{line}; median of {rounds} interleaved rounds"
-    note += ", small sizes" if options.quick else ""
+        raise SystemExit(f"no workload holds {given.only!r} in its name")
+    rounds = given.rounds or (7 if given.quick else 15)
+    results = []
+    for workload in track(wanted, "workloads", transient=True):
+        found = run(workload, peers, rounds, given.device)
+        title = f"{workload.name} ({workload.kind})"
+        results.append({"workload": title, "peers": found})
+        gc.collect()
+    note = f"median of {rounds} interleaved rounds"
+    note += ", small sizes" if given.quick else ""
+    return {"note": note, "rounds": rounds, "results": results}
+
+
+def text(data: Data) -> str:
+    """The page: the table, and why peers failed."""
+    lines = [
+        r for each in data["results"] for r in rows(each["workload"], each["peers"])
+    ]
     failed = [
-        f"{r['workload']}, {name}: {got['failed'].splitlines()[0]}"
-        for r in results
-        for name, got in r["peers"].items()
+        f"{each['workload']}, {name}: {got['failed']}"
+        for each in data["results"]
+        for name, got in each["peers"].items()
         if "failed" in got
     ]
-    text = "\n".join([note, "", report.markdown(HEADER, lines), "", *failed]) + "\n"
-    stem = f"{options.device}-quick" if options.quick else options.device
-    data = {"capability": line, "rounds": rounds, "results": results}
-    report.write(options.out / stem, text, data)
-    print(text)
-    ours = [got for r in results for n, got in r["peers"].items() if "autoamp" in n]
-    return 1 if any("failed" in got for got in ours) else 0
+    return page(data, markdown(HEADER, lines), *["\n".join(failed)] * bool(failed))
 
+
+def good(data: Data) -> bool:
+    """Whether autoamp failed nowhere."""
+    every = [item for each in data["results"] for item in each["peers"].items()]
+    return not any("failed" in got for name, got in every if "autoamp" in name)
+
+
+TABLE = Table(
+    "__main__",
+    measure,
+    text,
+    options=(
+        option("--quick", False, "small sizes, few rounds", action="store_true"),
+        option("--device", "cpu", choices=("cpu", "cuda")),
+        option("--rounds", None, "timed rounds (7 quick, else 15)", type=int),
+        option("--only", "", "workloads whose name holds this"),
+        option("--peers", "", "comma-separated (all)"),
+    ),
+    stem=lambda given: given.device + "-quick" * given.quick,
+    good=good,
+)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(TABLE.main())

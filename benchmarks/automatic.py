@@ -10,8 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,10 +20,10 @@ from torch import nn
 import autoamp
 
 from . import report
-from .capability import capability
-from .peers import Peer, ready
-from .timing import keep_freed_memory, seconds
-from .workloads import Workload, workloads
+from .models import Workload, workloads
+from .report import Data
+from .timing import keep_freed_memory, quartiles, repeated, seconds
+from .ways import Step, prepared, step_of
 
 OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 CONVERTED, AUTOMATIC = "convert", "automatic"
@@ -33,83 +32,78 @@ HEADER = ("workload", "rounds", "step ms", "automatic / convert", "quartiles")
 
 def run(workload: Workload, rounds: int) -> dict[str, list[float]]:
     """Seconds of each step, both ways."""
-    torch.manual_seed(0)
     torch._dynamo.reset()
-    original = workload.build()
     plain = nn.Module.__call__
     autoamp.enable(**OPTIONS)
     calls = {CONVERTED: plain, AUTOMATIC: nn.Module.__call__}
+
+    def step(way: str) -> Step:
+        torch.manual_seed(0)
+        _use(calls[way])
+        # What is not converted here is converted by the automatic mode.
+        ready = prepared(workload.case, "autoamp" if way == CONVERTED else "fp32")
+        return step_of(workload.case, ready)
+
     try:
-        nn.Module.__call__ = plain  # type: ignore[method-assign]
-        steps = {CONVERTED: _ready(workload, original, _convert)}
-        nn.Module.__call__ = calls[AUTOMATIC]  # type: ignore[method-assign]
-        steps[AUTOMATIC] = _ready(workload, original, lambda m: m)
-        for _ in range(20):
-            steps[AUTOMATIC]()
+        steps = {way: step(way) for way in calls}
+        repeated(steps[AUTOMATIC], 20)
         taken: dict[str, list[float]] = {CONVERTED: [], AUTOMATIC: []}
         for turn in range(rounds):
-            names = [*taken] if turn % 2 else [*taken][::-1]
-            for name in names:
-                nn.Module.__call__ = calls[name]  # type: ignore[method-assign]
+            for name in [*taken] if turn % 2 else [*taken][::-1]:
+                _use(calls[name])
                 taken[name].append(_seconds(steps[name]))
         return taken
     finally:
-        nn.Module.__call__ = calls[AUTOMATIC]  # type: ignore[method-assign]
+        _use(calls[AUTOMATIC])
         autoamp.disable()
 
 
-def _seconds(step: Callable[[], None]) -> float:
+def _use(call: Callable[..., Any]) -> None:
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+
+
+def _seconds(step: Step) -> float:
     """The median of a few steps.
 
     After a few more: a new attribute of `nn.Module` empties Python's caches of the
     attributes of every class of modules.
     """
-    for _ in range(3):
-        step()
+    repeated(step, 3)
     return statistics.median(seconds(step, "cpu") for _ in range(5))
 
 
-def _ready(
-    workload: Workload, original: nn.Module, prepare: Callable[[nn.Module], nn.Module]
-) -> Callable[[], None]:
-    return ready(workload, original, Peer("", prepare), "cpu").step
-
-
-def _convert(model: nn.Module) -> nn.Module:
-    converted: nn.Module = autoamp.convert(model, **OPTIONS, strict=True)
-    return converted
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what is asked, prints the table and writes it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.automatic")
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--only", default="", help="workloads whose name holds this")
-    parser.add_argument("--out", type=Path, default=report.RESULTS)
-    options = parser.parse_args(arguments)
-    wanted = [
-        w for w in workloads(True) if w.kind == "training" and options.only in w.name
-    ]
+def measure(given: argparse.Namespace) -> Data:
+    """The figures of small training workloads."""
     kept = ", freed memory kept by malloc" if keep_freed_memory() else ""
-    lines: list[list[str]] = []
-    results: list[dict[str, Any]] = []
-    for workload in track(wanted, "training", transient=True):
-        taken = run(workload, options.rounds)
-        pairs = zip(taken[AUTOMATIC], taken[CONVERTED], strict=True)
-        low, middle, high = statistics.quantiles([a / c for a, c in pairs], n=4)
-        step = statistics.median(taken[CONVERTED]) * 1e3
-        cells = [str(options.rounds), f"{step:.2f}", f"{middle:.3f}"]
-        lines.append([workload.name, *cells, f"{low:.3f} to {high:.3f}"])
-        results.append({"workload": workload.name, "seconds": taken})
-        gc.collect()
-    line = capability("cpu")
-    note = f"{line}; bf16, small sizes, medians of interleaved rounds{kept}"
-    text = "\n".join([note, "", report.markdown(HEADER, lines)]) + "\n"
-    payload = {"capability": line, "results": results}
-    report.write(options.out / "automatic-cpu", text, payload)
-    print(text)
-    return 0
+    results = []
+    for workload in track(workloads(True), "training", transient=True):
+        if workload.kind == "training" and given.only in workload.name:
+            taken = run(workload, given.rounds)
+            results.append({"workload": workload.name, "seconds": taken})
+            gc.collect()
+    note = f"bf16, small sizes, medians of interleaved rounds{kept}"
+    return {"note": note, "results": results}
 
+
+def text(data: Data) -> str:
+    """The page."""
+    lines = []
+    for each in data["results"]:
+        ours, theirs = each["seconds"][AUTOMATIC], each["seconds"][CONVERTED]
+        low, middle, high = quartiles(ours, theirs)
+        step = statistics.median(theirs) * 1e3
+        cells = [str(len(ours)), f"{step:.2f}", f"{middle:.3f}"]
+        lines.append([each["workload"], *cells, f"{low:.3f} to {high:.3f}"])
+    return report.page(data, report.markdown(HEADER, lines))
+
+
+TABLE = report.Table(
+    "automatic",
+    measure,
+    text,
+    options=(report.rounds(60), report.ONLY),
+    stem=lambda _: "automatic-cpu",
+)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(TABLE.main())

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from .bytes_step import WAYS
-from .ratios import Row, ratio
+from .processes import Row, ratio
 
 COLOURS = {
     "fp32": "#9aa0a6",
@@ -35,9 +34,8 @@ def bytes_svg(paper: Sequence[Row], zoo: Sequence[Row]) -> str:
     models = [row for row in paper if row["ways"].get("fp32")]
     shares = {
         row["name"]: {
-            way: row["ways"][way]["step"] / row["ways"]["fp32"]["step"]
-            for way in WAYS
-            if way in row["ways"]
+            way: figures["step"] / row["ways"]["fp32"]["step"]
+            for way, figures in row["ways"].items()
         }
         for row in models
     }

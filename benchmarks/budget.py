@@ -9,12 +9,10 @@ an op: the models are small, and that time would hide what a placement gains.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ from tests.models.case import Case
 from tests.zoo import BY_NAME
 
 from . import report
-from .capability import capability
+from .report import Data, option, said
 
 MODELS = (
     "gpt2", "llama", "bert", "t5", "vit", "whisper", "mixtral", "gpt_neox", "opt",
@@ -87,7 +85,7 @@ def measure(case: Case, factor: float) -> Row:
         assert found is not None
         _fill(row, found, model, case)
     except autoamp.AutoampError as error:
-        row.error = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        row.error = said(error)
     return row
 
 
@@ -102,7 +100,7 @@ def _fill(row: Row, found: Frontier, model: Any, case: Case) -> None:
     row.ratio = found.point.errors.get(near, 0.0) / true if true else None
     slow, now = found.fp32.nanoseconds, found.point.nanoseconds
     fast = found.points[-1].nanoseconds
-    if factor_gains(slow, fast):
+    if fast < 0.99 * slow:  # more than 1 % of fp32's time is saved
         row.given_up = (now - fast) / (slow - fast)
     row.steps = found.steps
     shares = []
@@ -114,11 +112,6 @@ def _fill(row: Row, found: Frontier, model: Any, case: Case) -> None:
     row.unseen = max(shares)
 
 
-def factor_gains(slow: float, fast: float) -> bool:
-    """Whether the fastest placement saves more than 1 % of fp32's time."""
-    return fast < 0.99 * slow
-
-
 # -- the table -------------------------------------------------------------------------
 
 HEADER = (
@@ -127,34 +120,23 @@ HEADER = (
 )  # fmt: skip
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The rows, and below them what they come to."""
-    cells = [
-        [
-            row.name,
-            f"{row.factor:g}",
-            *(
-                [row.error, *[""] * 6]
-                if row.error
-                else [
-                    f"{row.predicted:.2f}",
-                    f"{row.measured:.2f}",
-                    f"{row.unseen:.2f}",
-                    "" if row.ratio is None else f"{row.ratio:.2f}",
-                    "" if row.given_up is None else f"{row.given_up:.0%}",
-                    str(row.points),
-                    f"{row.steps:.1f}",
-                ]
-            ),
-        ]
-        for row in rows
+def _cells(row: Row) -> list[str]:
+    start = [row.name, f"{row.factor:g}"]
+    if row.error:
+        return [*start, row.error, *[""] * 6]
+    return [
+        *start,
+        *(f"{share:.2f}" for share in (row.predicted, row.measured, row.unseen)),
+        "" if row.ratio is None else f"{row.ratio:.2f}",
+        "" if row.given_up is None else f"{row.given_up:.0%}",
+        str(row.points),
+        f"{row.steps:.1f}",
     ]
-    return report.markdown(HEADER, cells)
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
     """Sentences on each budget."""
-    said = []
+    told = []
     for factor in sorted(FACTORS, reverse=True):
         ran = [r for r in rows if r.factor == factor and not r.error]
         if not ran:
@@ -169,8 +151,8 @@ def summary(rows: Sequence[Row]) -> list[str]:
         )
         if gave:
             text += f"; median speed-up given up {statistics.median(gave):.0%}"
-        said.append(f"{text}.")
-    return said
+        told.append(f"{text}.")
+    return told
 
 
 WORDS = """Small models with random weights, in bf16, in training. Shares of the budget:
@@ -179,38 +161,35 @@ that the conversion has not seen. "predicted / measured" is of the error nearest
 limit. "given up": the part of the fastest placement's gain over fp32 in predicted time
 without launches. "steps": the time of learning and searching in training steps in fp32,
 with other programs on the machine; the models are so small that Python takes most of
-it.
-"""
+it."""
 
 
-def page(rows: Sequence[Row], where: str) -> str:
-    """The page of results."""
-    said = "\n".join(summary(rows))
-    return f"{where}\n\n{WORDS}\n{table(rows)}\n\n{said}\n"
+def text(data: Data) -> str:
+    """The page: the rows, and below them what they come to."""
+    rows = [Row(**row) for row in data["rows"]]
+    table = report.markdown(HEADER, [_cells(row) for row in rows])
+    return report.page(data, WORDS, table, "\n".join(summary(rows)))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measures the models and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", default=MODELS)
-    parser.add_argument("--json", help="write the rows here as well")
-    parser.add_argument("--rows", help="print the table of rows written before")
-    chosen = parser.parse_args(argv)
-    if chosen.rows:
-        text = Path(chosen.rows).read_text(encoding="utf-8")
-        print(page([Row(**row) for row in json.loads(text)], capability("cpu")))
-        return
+def measure_all(given: argparse.Namespace) -> Data:
+    """The rows of the models that are asked for, by model and budget."""
+    names = given.names or MODELS
     rows: list[Row] = []
-    wanted = [(name, factor) for factor in FACTORS for name in chosen.names]
+    wanted = [(name, factor) for factor in FACTORS for name in names]
     for name, factor in track(wanted, "models and budgets"):
         rows.append(measure(BY_NAME[name], factor))
         print(rows[-1], flush=True)
-        if chosen.json:
-            path = Path(chosen.json)
-            path.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    rows.sort(key=lambda row: (chosen.names.index(row.name), -row.factor))
-    print(page(rows, capability("cpu")))
+    rows.sort(key=lambda row: (names.index(row.name), -row.factor))
+    return {"rows": [asdict(row) for row in rows]}
 
+
+TABLE = report.Table(
+    "budget",
+    measure_all,
+    text,
+    options=(option("names", None, "models of the zoo (twenty)", nargs="*"),),
+    keeps=lambda given: not given.names,
+)
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(TABLE.main())

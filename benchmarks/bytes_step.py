@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
 import autoamp
 from autoamp.counted.ops import CountingMode
@@ -19,18 +15,14 @@ from autoamp.counted.saved import saved_bytes
 from autoamp.counted.traffic import Traffic, TrafficMode, is_cast
 
 from .bytes_bound import bytes_bound
-from .errors import Batch
-from .metrics import ModelCase, to_device
-from .setting import Setting
+from .metrics import ModelCase
+from .ways import prepared
 
 WAYS = ("fp32", "autocast", "autoamp", "bfloat16")
 """The columns of the table."""
 
 WARM_UP = 2
 """Steps before the counted one: the first captures, and an optimizer follows each."""
-
-BF16 = torch.bfloat16
-CPU_BF16 = Setting()
 
 
 @dataclass(frozen=True)
@@ -71,58 +63,31 @@ def count_step(case: ModelCase, way: str) -> StepCount:
     in it.  The optimizer's own bytes are not counted.  Bytes saved for the backward are
     those of one more forward on the same batch.
     """
-    model, context, batch = prepared(case, way)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    ready = prepared(case, way)
+    parameters = list(ready.model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=1e-6)
 
-    def forward(batch: Batch) -> Any:
+    def forward() -> Any:
         torch.manual_seed(0)
-        args, kwargs = batch
-        with context():
-            output = model(*args, **kwargs)
+        # A model may write into its inputs.
+        output = ready._replace(batch=copy.deepcopy(ready.batch)).forward()
         return case.loss(output), output
 
-    def step(batch: Batch) -> Tensor:
-        value: Tensor = forward(batch)[0]
+    def step() -> Tensor:
+        value: Tensor = forward()[0]
         value.backward()
         return value.detach()
 
-    fresh = partial(copy.deepcopy, batch)  # a model may write into its inputs
     for _ in range(WARM_UP):
-        step(fresh())
+        step()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    last = fresh()
-    with CountingMode(model.parameters()) as counting, TrafficMode() as mode:
-        loss = step(last)
+    with CountingMode(parameters) as counting, TrafficMode() as mode:
+        loss = step()
     optimizer.zero_grad(set_to_none=True)
     # Before `saved_bytes`, whose hooks may have the model captured once more.
-    bound = bytes_bound(autoamp.report(model).rewritten) if way == "autoamp" else 0
-    saved = saved_bytes(partial(forward, fresh()), model.parameters()).total
+    converted = autoamp.is_converted(ready.model)
+    bound = bytes_bound(autoamp.report(ready.model).rewritten) if converted else 0
+    saved = saved_bytes(forward, parameters).total
     refreshed = counting.counts.refreshed
     return StepCount(mode.traffic, saved, refreshed, loss.item(), bound)
-
-
-def prepared(
-    case: ModelCase, way: str, setting: Setting = CPU_BF16
-) -> tuple[nn.Module, Callable[[], AbstractContextManager[Any]], Batch]:
-    """The model to call, the context of its forward, and the batch it gets."""
-    device, dtype = setting.device, setting.low
-    model, batch = case.model().to(device), to_device(case.inputs(0), device)
-    if way == "autocast":
-        return model, partial(torch.autocast, device, dtype), batch
-    if way == "autoamp":
-        converted: nn.Module = autoamp.convert(
-            model, precision=setting.precision, do_no_harm=False, strict=True
-        )
-        return converted, nullcontext, batch
-    if way == low_way(setting):
-        low: Batch = pytree.tree_map_only(
-            Tensor, lambda t: t.to(dtype) if t.dtype == torch.float32 else t, batch
-        )
-        return model.to(dtype), nullcontext, low
-    return model, nullcontext, batch
-
-
-def low_way(setting: Setting) -> str:
-    """The way in which all of the model is in the compute dtype: "bfloat16"."""
-    return str(setting.low).removeprefix("torch.")

@@ -14,7 +14,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 from rich.progress import track
@@ -28,13 +27,11 @@ from autoamp.place.devices import Device, device_of
 from autoamp.rewrite.rewritten import Rewritten
 
 from . import report
-from .bytes_models import PAPER, WRITTEN
-from .capability import capability
 from .decoding import one_token
-from .processes import commit
+from .models import PAPER, WRITTEN
+from .report import Data, option
 
 CPU, LOW = torch.device("cpu"), torch.bfloat16
-TIMES = 20
 SPINS = "import torch\nx = torch.ones(400, 400)\nwhile True: x @ x"
 HEADER = (
     "model",
@@ -46,8 +43,8 @@ HEADER = (
     "table: ops that differ from idle",
 )
 
-NOTE = f"""\
-The speeds of this CPU measured {TIMES} times while idle, and {TIMES} times beside two
+NOTE = """\
+The speeds of this CPU measured {times} times while idle, and {times} times beside two
 processes that multiply matrices. Placements: how many different ones came of these
 measurements, where a measurement that was given up counts as the table's figures.
 Ops that differ: the float ops that do not have one precision in all of them. The last
@@ -114,34 +111,40 @@ def spread(
     return len(ops), len(set(runs)), differ
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, places, prints the table and writes it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.calibration")
-    parser.add_argument("--times", type=int, default=TIMES)
-    parser.add_argument("--out", type=Path, default=report.RESULTS)
-    given = parser.parse_args(arguments)
+def measure(given: argparse.Namespace) -> Data:
+    """The rows of all models, and how many measurements were given up."""
     captured = graphs()
     numbers = range(given.times)
     idle = [calibrated() for _ in track(numbers, "idle", transient=True)]
     with busy():
         loaded = [calibrated() for _ in track(numbers, "busy", transient=True)]
-    late, early = (sum(d.name != "measured" for d in each) for each in (loaded, idle))
+    given_up = [sum(d.name != "measured" for d in each) for each in (idle, loaded)]
     rows = []
     for name, graphs_of in captured.items():
         ops, *figures = spread(graphs_of, idle)
+        by_table = spread(graphs_of, [device_of(CPU, LOW), idle[0]])[2]
+        figures += [*spread(graphs_of, loaded)[1:], by_table]
         rows.append([name, str(ops), *map(str, figures)])
-        rows[-1] += map(str, spread(graphs_of, loaded)[1:])
-        rows[-1].append(str(spread(graphs_of, [device_of(CPU, LOW), idle[0]])[2]))
-    line = f"{capability('cpu')}; commit {commit()}"
-    told = (
-        f"{early} of {given.times} measurements on the idle machine and {late} on the "
-        "busy one were given up, because readings did not agree."
-    )
-    text = "\n".join([line, "", NOTE, told, "", report.markdown(HEADER, rows)]) + "\n"
-    report.write(given.out / "calibration", text, {"capability": line, "rows": rows})
-    print(text)
-    return 0
+    return {"times": given.times, "given_up": given_up, "rows": rows}
 
+
+def text(data: Data) -> str:
+    """The page."""
+    early, late = data["given_up"]
+    told = (
+        f"{early} of {data['times']} measurements on the idle machine and {late} on "
+        "the busy one were given up, because readings did not agree."
+    )
+    note = f"{NOTE.format(times=data['times'])}\n{told}"
+    return report.page(data, note, report.markdown(HEADER, data["rows"]))
+
+
+TABLE = report.Table(
+    "calibration",
+    measure,
+    text,
+    options=(option("--times", 20, "measurements, idle and busy"),),
+)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(TABLE.main())

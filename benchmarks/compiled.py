@@ -10,13 +10,10 @@ weights are cast inside.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-import torch
 from torch import nn
 from torch._functorch import config as functorch
 from torch._inductor import compile_fx, config, metrics
@@ -24,17 +21,14 @@ from torch._inductor import compile_fx, config, metrics
 import autoamp
 from autoamp.dtypes import HIGH_DTYPE
 
-from . import report, step_times
-from .bytes_models import PAPER
-from .bytes_step import prepared
-from .gpu_cases import batches, gpu_cases
-from .metrics import ModelCase, to_device
-from .ratios import Row, mean, ratio
+from . import models, processes, report, step_times
+from .models import PAPER
+from .processes import Row, mean, ratio
 from .setting import Setting
-from .step_times import CPU_BF16, Prepared, Step, rounds, scaler_of, step_of
+from .step_times import rounds
 from .training import case_in
+from .ways import CPU_BF16, INDUCTOR, Step, prepared, scaler_of, step_of
 
-STEM = "compiled"
 EXACT = "autoamp, exact casts"
 WAYS = ("fp32", "autocast", "autoamp", EXACT)
 
@@ -51,7 +45,7 @@ with `exact_casts=True`: inductor rounds at each cast, also inside a kernel."""
 
 def names(setting: Setting) -> list[str]:
     """The models that are compiled in a setting."""
-    cases = gpu_cases(setting.quick) if setting.full_size else PAPER
+    cases = models.gpu_cases(setting.quick) if setting.full_size else PAPER
     return [case.name for case in cases]
 
 
@@ -63,29 +57,18 @@ def ways(setting: Setting) -> tuple[str, ...]:
     return WAYS[:-1] if setting.full_size else WAYS
 
 
-def note(setting: Setting) -> str:
-    """What the table of times is of."""
-    small = "The batches are those of the [byte counts](bytes.md)."
-    said = batches(setting.quick) if setting.full_size else small
-    return f"""\
-A training step in {setting.precision} (forward, backward, SGD) compiled by inductor, \
-as part of the
-time of the same step of `torch.compile` under torch.autocast, medians of \
-{rounds(setting)}
-interleaved rounds. {said}"""
-
-
 def measured(name: str, setting: Setting) -> Row:
     """The seconds of each way in each round, and what inductor counts."""
     case = case_in(setting, name)
     counted: dict[str, dict[str, int]] = {}
 
     def make(way: str) -> Step:
-        ready = compiled(case, way, setting)
+        own = {"exact_casts": way == EXACT} if way.startswith("autoamp") else {}
+        ready = prepared(case, way.partition(",")[0] + INDUCTOR, setting, **own)
         step = step_of(case, ready, scaler=scaler_of(way, setting))
         with inductors_count() as count:
             step()
-        counted[way] = {**count, "refreshed": refreshed_bytes(ready[0], setting)}
+        counted[way] = {**count, "refreshed": refreshed_bytes(ready.model, setting)}
         return step
 
     makers = {way: partial(make, way) for way in ways(setting)}
@@ -93,20 +76,6 @@ def measured(name: str, setting: Setting) -> Row:
     for way, figures in row["ways"].items():
         figures.update(counted[way])
     return row
-
-
-def compiled(case: ModelCase, way: str, setting: Setting = CPU_BF16) -> Prepared:
-    """The model compiled by inductor in one of `WAYS`, a context and the batch."""
-    if way not in ("autoamp", EXACT):
-        model, context, batch = prepared(case, way, setting)
-        return torch.compile(model), context, batch  # type: ignore[return-value]
-    options: dict[str, Any] = {"do_no_harm": False, "strict": True}
-    options["exact_casts"] = way == EXACT
-    model = case.model().to(setting.device)
-    converted = autoamp.convert(
-        model, precision=setting.precision, backend="inductor", **options
-    )
-    return converted, nullcontext, to_device(case.inputs(0), setting.device)
 
 
 @contextmanager
@@ -148,60 +117,62 @@ def refreshed_bytes(model: nn.Module, setting: Setting = CPU_BF16) -> int:
     return kept * (HIGH_DTYPE.itemsize + low) // low
 
 
-def _megabytes(way: str, kind: str) -> Callable[[Row], str]:
-    def cell(row: Row) -> str:
-        found = row["ways"].get(way)
-        return f"{found[kind] / 1e6:.0f}" if found else "failed"
-
-    return cell
+def _megabytes(row: Row, way: str, kind: str) -> str:
+    found = row["ways"].get(way)
+    return f"{found[kind] / 1e6:.0f}" if found else "failed"
 
 
-def _kernels(way: str) -> Callable[[Row], str]:
-    return lambda row: str(row["ways"].get(way, {}).get("kernels", "failed"))
-
-
-def _ratio(row: Row) -> str:
-    found = ratio(row, "bytes")
-    return f"{found:.3f}" if found else "-"
+def _ratio(value: float | None) -> str:
+    return f"{value:.3f}" if value else "-"
 
 
 def bytes_table(rows: Sequence[Row], ways: Sequence[str] = WAYS) -> str:
     """The Markdown table of inductor's own counts."""
-    columns: list[tuple[str, Callable[[Row], str]]] = [
-        *((f"{way}, MB", _megabytes(way, "bytes")) for way in ways),
-        ("refresh, MB", _megabytes("autoamp", "refreshed")),
-        ("autoamp / autocast", _ratio),
-        *((f"{way}, kernels", _kernels(way)) for way in ways),
+    header = ("model", *(f"{way}, MB" for way in ways), "refresh, MB")
+    header += ("autoamp / autocast", *(f"{way}, kernels" for way in ways))
+    lines = [
+        [
+            row["name"],
+            *(_megabytes(row, way, "bytes") for way in ways),
+            _megabytes(row, "autoamp", "refreshed"),
+            _ratio(ratio(row, "bytes")),
+            *(str(row["ways"].get(way, {}).get("kernels", "failed")) for way in ways),
+        ]
+        for row in rows
     ]
-    lines = [[row["name"], *(cell(row) for _, cell in columns)] for row in rows]
-    average = mean(rows, "bytes")
-    shown = f"{average:.3f}" if average else "-"
-    foot = [
-        "geometric mean",
-        *("" for _ in (*ways, "refresh")),
-        shown,
-        *("" for _ in ways),
-    ]
-    return report.markdown(["model", *(head for head, _ in columns)], [*lines, foot])
+    empty = [""] * len(ways)
+    foot = ["geometric mean", *empty, "", _ratio(mean(rows, "bytes")), *empty]
+    return report.markdown(header, [*lines, foot])
 
 
-def write(rows: Sequence[Row], folder: Path, setting: Setting = CPU_BF16) -> str:
-    """Writes the tables, their rows and a plot to `folder`; returns the text."""
-    title = "Time of a compiled training step, torch.autocast = 1"
+def text(rows: Sequence[Row], setting: Setting, machine: str) -> str:
+    """The page."""
+    batches = "The batches are those of the [byte counts](bytes.md)."
+    if setting.full_size:
+        batches = models.said_of_gpu_batches(setting.quick)
+    note = f"""\
+A training step in {setting.precision} (forward, backward, SGD) compiled by inductor, \
+as part of the
+time of the same step of `torch.compile` under torch.autocast, medians of \
+{rounds(setting)}
+interleaved rounds. {batches}"""
     chosen = ways(setting)
     said = f"{BYTES_NOTE} {EXACT_NOTE}" if EXACT in chosen else BYTES_NOTE
     tables = [step_times.table(rows, chosen), said, bytes_table(rows, chosen)]
-    stem = folder / setting.stem(STEM)
-    told = note(setting)
-    return step_times.write(stem, rows, told, tables, title=title, setting=setting)
+    on_gpu = step_times.gpu_tables(rows, setting)
+    return processes.page(rows, machine, note, *tables, *on_gpu)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures what is asked and not yet there; 1 if a way to run a model failed."""
-    return step_times.run(
-        "benchmarks.compiled", arguments, names=names, measured=measured, write=write
-    )
-
+TABLE = processes.ModelTable(
+    "compiled",
+    names,
+    measured,
+    text,
+    step_times.brief,
+    partial(
+        step_times.plotted, title="Time of a compiled training step, torch.autocast = 1"
+    ),
+)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(TABLE.main())

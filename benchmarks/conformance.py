@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from rich.progress import track
 from torch import nn
 
 from . import report
-from .capability import capability
 from .metrics import Comparison, Figures, compare_with_autocast
+from .report import Data, said
+from .setting import capability
 
 KNOWN: dict[tuple[str, str], str] = {
     ("straight_through", "casts"): (
@@ -139,33 +140,50 @@ HEADER = (
 
 def table(records: Sequence[Comparison]) -> str:
     """The Markdown table; a dagger marks autocast measured without oneDNN."""
+    return table_of([as_json(record) for record in records])
+
+
+def table_of(cases: Sequence[Data]) -> str:
+    """The Markdown table of cases as JSON holds them."""
     rows = []
-    for record in records:
-        ours, amp = record.converted, record.autocast
+    for case in cases:
+        ours, amp, exact = case["converted"], case["autocast"], case["fp32"]
+        both = ours, amp
+        errors = [
+            f"{w[key]:.2e}" for key in ("output_error", "grad_error") for w in both
+        ]
+        saved = [f"{w['saved_bytes']} ({w['saved_weight_copies']})" for w in both]
         rows.append(
             (
-                record.name + ("†" if record.autocast_failure else ""),
-                _casts(ours),
-                _casts(amp),
-                f"{ours.counts.low_share:.1%}",
-                f"{amp.counts.low_share:.1%}",
-                f"{ours.output_error:.2e}",
-                f"{amp.output_error:.2e}",
-                f"{ours.grad_error:.2e}",
-                f"{amp.grad_error:.2e}",
-                f"{record.rounded.grad_error:.2e}",
-                f"{ours.saved.total} ({ours.saved.weight_copies})",
-                f"{amp.saved.total} ({amp.saved.weight_copies})",
-                f"{record.fp32.saved.total}",
+                case["name"] + ("†" if case["autocast_failure"] else ""),
+                *map(_casts, both),
+                *(f"{way['low_share']:.1%}" for way in both),
+                *errors,
+                f"{case['rounded']['grad_error']:.2e}",
+                *saved,
+                str(exact["saved_bytes"]),
             )
         )
     return report.markdown(HEADER, rows)
 
 
-def _casts(taken: Figures) -> str:
-    counts = taken.counts
-    backward = counts.cast_count(phase="backward")
-    return f"{counts.forward_casts}+{backward} ({counts.refreshed})"
+def _casts(way: Data) -> str:
+    passes = f"{way['casts_forward']}+{way['casts_backward']}"
+    return f"{passes} ({way['weights_refreshed']})"
+
+
+def text(data: Data) -> str:
+    """The page of what was written: the table, and what fell short."""
+    return (
+        "\n".join([data["capability"], "", table_of(data["cases"]), *missed(data)])
+        + "\n"
+    )
+
+
+def missed(data: Data) -> list[str]:
+    """What fell short, and the cases that failed."""
+    found = [short for case in data["cases"] for short in case["shortfalls"]]
+    return found + [f"{n}: {why}" for n, why in data.get("failures", {}).items()]
 
 
 def _convert(model: nn.Module) -> nn.Module:
@@ -183,20 +201,16 @@ def _runs(model: nn.Module) -> int:
     return int(autoamp.report(model).runs)
 
 
-def measure_all(
-    names: Sequence[str],
-    convert: Callable[[nn.Module], nn.Module] = _convert,
-    runs: Callable[[nn.Module], int] = _runs,
-) -> tuple[list[Comparison], dict[str, str]]:
+def measure_all(names: Sequence[str]) -> tuple[list[Comparison], dict[str, str]]:
     """The comparisons of the named cases (all, if none is named), and the failures."""
     from tests.models import BY_NAME
 
     records, failures = [], {}
     for name in track(names or list(BY_NAME), "comparing with autocast"):
         try:
-            records.append(compare_with_autocast(BY_NAME[name], convert, runs=runs))
+            records.append(compare_with_autocast(BY_NAME[name], _convert, runs=_runs))
         except Exception as error:  # noqa: BLE001 - one failing case must not hide the rest
-            failures[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            failures[name] = said(error)
     return records, failures
 
 
@@ -204,31 +218,20 @@ def main() -> int:
     """Prints the table and writes it beside its JSON; 1 if anything fell short."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.conformance")
     parser.add_argument("names", nargs="*", help="cases of tests/models (all)")
-    parser.add_argument(
-        "--autocast-only",
-        action="store_true",
-        help="leave the models unconverted: the converted columns are then fp32",
-    )
     parser.add_argument("--out", type=Path, default=report.RESULTS)
-    options = parser.parse_args()
-    if options.autocast_only:
-        records, failures = measure_all(options.names, lambda m: m, lambda _: 0)
-    else:
-        records, failures = measure_all(options.names)
-    missed = (
-        [] if options.autocast_only else [s for r in records for s in shortfalls(r)]
-    )
-    missed += [f"{name}: {why}" for name, why in failures.items()]
-    lines = [capability("cpu"), "", table(records), *missed]
-    if not options.names and not options.autocast_only:
-        report.write(
-            options.out / "conformance",
-            "\n".join(lines) + "\n",
-            {"capability": capability("cpu"), "cases": [as_json(r) for r in records]},
-        )
-    print("\n".join(lines))
-    print(json.dumps({"cases": len(records), "shortfalls": len(missed)}))
-    return 1 if missed else 0
+    given = parser.parse_args()
+    records, failures = measure_all(given.names)
+    data = {
+        "capability": capability("cpu"),
+        "cases": [as_json(record) for record in records],
+        "failures": failures,
+    }
+    if not given.names:
+        report.write(given.out / "conformance", text(data), data)
+    print(text(data))
+    short = missed(data)
+    print(json.dumps({"cases": len(records), "shortfalls": len(short)}))
+    return 1 if short else 0
 
 
 if __name__ == "__main__":

@@ -29,8 +29,9 @@ from torch import Tensor, nn
 import autoamp
 
 from . import report
-from .capability import capability
 from .curve_tasks import Chars, Digits, Task, mean_loss
+from .report import said
+from .setting import capability
 
 BASELINE = "fp32"
 CHECKPOINTS = (0.1, 0.25, 0.5, 1.0)  # of a run, where the table shows the loss
@@ -142,7 +143,7 @@ def run(job: tuple[Task, Mode, int]) -> dict[str, Any]:
     try:
         return train(*job)
     except Exception as error:  # noqa: BLE001 - told in the table, beside the others
-        return {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
+        return {"failed": said(error)}
 
 
 def summary(task: Task, runs: list[Any], baseline: list[Any]) -> dict[str, Any]:
@@ -235,15 +236,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         *(f"{t.name}: {t.steps} steps of batch {t.batch}; {t.data()}" for t in tasks),
         f"{options.seeds} seeds: mean ± spread; difference's mean ± standard error",
     ]
-    table = report.markdown(HEADER, [row(*each) for each in found])
-    ready = [] if options.quick else [f for f in found if f[1].name != BASELINE]
-    judged = [(each[1], *verdict(*each)) for each in ready]
-    text = "\n\n".join([*notes, table, *(line for _, _, line in judged)]) + "\n"
-    data = [{"task": t.name, "mode": m.name, **f} for t, m, f in found]
+    results = [{"task": t.name, "mode": m.name, **f} for t, m, f in found]
+    data = {"notes": notes, "judged": not options.quick, "results": results}
     stem = options.out / ("curves-quick" if options.quick else "curves")
-    report.write(stem, text, {"notes": notes, "results": data})
-    print(text)
-    return int(any(mode.convert and not within for mode, within, _ in judged))
+    report.write(stem, text(data), data)
+    print(text(data))
+    return int(any(mode.convert and not good for mode, good, _ in judged(data)))
+
+
+def _found(data: dict[str, Any]) -> list[tuple[Task, Mode, dict[str, Any]]]:
+    tasks = {task.name: task for task in (Digits(700), Chars(2000))}
+    modes = {mode.name: mode for mode in MODES}
+    return [(tasks[f["task"]], modes[f["mode"]], f) for f in data["results"]]
+
+
+def judged(data: dict[str, Any]) -> list[tuple[Mode, bool, str]]:
+    """The verdict on every mode but the baseline; of a quick run there is none."""
+    found = _found(data) if data.get("judged", True) else []
+    return [(f[1], *verdict(*f)) for f in found if f[1].name != BASELINE]
+
+
+def text(data: dict[str, Any]) -> str:
+    """The page: notes, the table, and a verdict on each mode."""
+    table = report.markdown(HEADER, [row(*each) for each in _found(data)])
+    lines = [line for _, _, line in judged(data)]
+    return "\n\n".join([*data["notes"], table, *lines]) + "\n"
 
 
 if __name__ == "__main__":

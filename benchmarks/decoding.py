@@ -9,34 +9,30 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers as hf
 from torch import Tensor, nn
 
 import autoamp
 
-from . import report, step_times
-from .bytes_step import low_way
-from .processes import commit, said
-from .ratios import Row
+from . import models, processes, report
+from .processes import Row, new_row
+from .report import said
 from .setting import Setting
-from .step_times import CPU_BF16, QUICK_ROUNDS
-from .timing import interleaved, ratios
+from .step_times import QUICK_ROUNDS
+from .timing import interleaved, ratios, repeated
+from .ways import CPU_BF16, low_way
 
-STEM = "decoding"
 TOKENS, PROMPT, ROUNDS, WARM_UP = 64, 16, 7, 2
 WAYS = ("fp32", "autocast", "autoamp")
 """The ways beside the model in low precision, which is what they are compared with."""
 
-VOCAB = 8000
 NAMES = ("gpt2, dynamic", "gpt2, static", "llama, dynamic", "llama, static")
 
 NOTE = """\
 `generate()` of {tokens} tokens after a prompt of {prompt}, one row, greedy, with the
-default options, as part of the time of the same call of `model.to({low})`: medians of
+default options, as part of the time of the same call of `model.{low}()`: medians of
 {rounds} interleaved rounds. "of autocast": autoamp's time over that of torch.autocast.
 "graphs": the graphs of the model after the first `generate`, and after all."""
 
@@ -44,19 +40,12 @@ default options, as part of the time of the same call of `model.to({low})`: medi
 def model_of(kind: str) -> nn.Module:
     """A GPT-2 or a Llama of 6 layers, 768 wide, with random weights."""
     torch.manual_seed(0)
-    ends: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    given: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    given |= {"vocab_size": 8000, "use_cache": True}
     if kind == "gpt2":
-        config = hf.GPT2Config(vocab_size=VOCAB, n_layer=6, **ends)
-        return hf.GPT2LMHeadModel(config).eval()  # type: ignore[no-any-return]
-    config = hf.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=6,
-        num_attention_heads=12,
-        **ends,
-    )
-    return hf.LlamaForCausalLM(config).eval()  # type: ignore[no-any-return]
+        return models.gpt2(n_layer=6, **given).eval()
+    given |= {"hidden_size": 768, "intermediate_size": 2048}
+    return models.llama(num_hidden_layers=6, num_attention_heads=12, **given).eval()
 
 
 def one_token() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -93,24 +82,22 @@ def generator(
 
 def measured(name: str, setting: Setting = CPU_BF16) -> Row:
     """The seconds of each way in each round, and the graphs of the converted model."""
-    row: Row = {"name": name, "commit": commit(), "ways": {}, "failures": {}}
+    row = new_row(name)
     calls, graphs = {}, []
     for way in (*WAYS, low_way(setting)):
         try:
             model, generate = generator(name, way, setting)
-            for _ in range(WARM_UP):
-                generate()
-                if way == "autoamp":
-                    graphs.append(len(autoamp.report(model).graphs))
-            calls[way] = generate
+            generate()
             if way == "autoamp":
-                converted = model
+                converted, graphs = model, [len(autoamp.report(model).graphs)]
+            repeated(generate, WARM_UP - 1)
+            calls[way] = generate
         except Exception as error:  # noqa: BLE001 - the other ways are still timed
             row["failures"][way] = said(error)
     times = interleaved(calls, _rounds(setting), setting.device)
     row["ways"] = {way: {"seconds": each} for way, each in times.items()}
     if graphs:
-        row["graphs"] = [graphs[0], len(autoamp.report(converted).graphs)]
+        row["graphs"] = [*graphs, len(autoamp.report(converted).graphs)]
     return row
 
 
@@ -118,24 +105,26 @@ def _rounds(setting: Setting) -> int:
     return QUICK_ROUNDS if setting.quick else ROUNDS
 
 
+def _seconds(row: Row) -> dict[str, list[float]]:
+    return {way: each["seconds"] for way, each in row["ways"].items()}
+
+
+def _shares(row: Row) -> dict[str, float]:
+    """The shares of the time in low precision, which is the way that comes last."""
+    (low,) = row["ways"].keys() - {*WAYS} or {""}
+    return ratios(_seconds(row), low) if low else {}
+
+
 def brief(row: Row) -> str:
     """The shares of a row in one line."""
     return ", ".join(f"{way} {share:.2f}" for way, share in _shares(row).items())
 
 
-def _shares(row: Row) -> dict[str, float]:
-    """The shares of the time in low precision, which is the way that comes last."""
-    taken = {way: each["seconds"] for way, each in row["ways"].items()}
-    (low,) = taken.keys() - {*WAYS} or {""}
-    return ratios(taken, low) if low else {}
-
-
-def write(rows: Sequence[Row], folder: Path, setting: Setting = CPU_BF16) -> str:
-    """Writes the table and its rows to `folder`; returns the text."""
+def text(rows: Sequence[Row], setting: Setting, machine: str) -> str:
+    """The page."""
     lines, low = [], low_way(setting)
     for row in rows:
-        shares = _shares(row)
-        taken = {way: each["seconds"] for way, each in row["ways"].items()}
+        shares, taken = _shares(row), _seconds(row)
         time = f"{1e3 * statistics.median(taken[low]) / TOKENS:.1f}" if shares else "-"
         cells = [f"{shares[w]:.2f}" if w in shares else "failed" for w in WAYS]
         whole = {"autocast", "autoamp"} <= taken.keys()
@@ -144,23 +133,10 @@ def write(rows: Sequence[Row], folder: Path, setting: Setting = CPU_BF16) -> str
         lines.append([row["name"], time, *cells, over, graphs])
     note = NOTE.format(tokens=TOKENS, prompt=PROMPT, low=low, rounds=_rounds(setting))
     header = ("model, cache", f"{low}, ms a token", *WAYS, "of autocast", "graphs")
-    tables = [report.markdown(header, lines)]
-    return step_times.write_text(
-        folder / setting.stem(STEM), rows, note, tables, setting
-    )
+    return processes.page(rows, machine, note, report.markdown(header, lines))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Times what is asked and not yet there; 1 if a way to run a model failed."""
-    return step_times.run(
-        "benchmarks.decoding",
-        arguments,
-        names=lambda _: NAMES,
-        measured=measured,
-        write=write,
-        brief=brief,
-    )
-
+TABLE = processes.ModelTable("decoding", lambda _: NAMES, measured, text, brief)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(TABLE.main())

@@ -12,21 +12,19 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers as hf
 from torch import nn
 
 import autoamp
 from autoamp.inspect.report import Report
 
-from . import report
-from .capability import capability
-from .pass_time import Chain
+from . import models, report
+from .models import Chain
+from .report import Data, option
 
 LIMIT, META_LIMIT = 1.3, 60.0
 """Times the capture; seconds for the model on meta."""
@@ -44,22 +42,14 @@ class Found:
 
 
 def _gpt2(layers: int) -> nn.Module:
-    special = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
-    shape = {"n_layer": layers, "n_embd": 64, "n_head": 4, "vocab_size": 200}
-    return hf.GPT2LMHeadModel(hf.GPT2Config(**shape, **special))
+    small = {"n_embd": 64, "n_head": 4, "vocab_size": 200}
+    return models.gpt2(dropout=True, n_layer=layers, **small)
 
 
 def _llama_7b() -> nn.Module:
-    config = hf.LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        vocab_size=32000,
-        use_cache=False,
-    )
+    size = {"hidden_size": 4096, "intermediate_size": 11008}
     with torch.device("meta"):
-        return hf.LlamaForCausalLM(config)
+        return models.llama(num_hidden_layers=32, num_attention_heads=32, **size)
 
 
 CASES: tuple[tuple[str, Callable[[], nn.Module], Callable[[], torch.Tensor]], ...] = (
@@ -118,48 +108,53 @@ def explain_on_meta() -> tuple[float, float, int]:
     return taken, billions, nodes
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table and writes it; 1 if a limit is passed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.explain")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", default="", help="models whose name contains this")
-    parser.add_argument("--out", type=Path, default=report.RESULTS)
-    options = parser.parse_args(arguments)
+def measured_all(given: argparse.Namespace) -> Data:
+    """The figures of each case that is asked for, and of the model on meta."""
     torch.set_num_threads(1)
     measure("warm-up", lambda: _gpt2(1), lambda: torch.arange(16).view(2, 8), 1)
-    chosen = [case for case in CASES if options.only in case[0]]
-    found = [measure(*case, options.repeats) for case in chosen]
+    chosen = [case for case in CASES if given.only in case[0]]
+    found = [asdict(measure(*case, given.repeats)) for case in chosen]
+    taken, billions, nodes = explain_on_meta()
+    return {
+        "cases": found,
+        "meta": {"seconds": taken, "billions": billions, "nodes": nodes},
+    }
+
+
+def text(data: Data) -> str:
+    """The page."""
     header = ("explain of", "nodes", "capture s", "explain s", "ratio", "asked")
     rows = [
         (
-            each.name,
-            str(each.nodes),
-            f"{each.capture:.2f}",
-            f"{each.explain:.2f}",
-            f"{each.ratio:.2f}",
+            each["name"],
+            str(each["nodes"]),
+            *(f"{each[key]:.2f}" for key in ("capture", "explain", "ratio")),
             f"{LIMIT:.2f}",
         )
-        for each in found
+        for each in data["cases"]
     ]
-    taken, billions, nodes = explain_on_meta()
+    meta = data["meta"]
     on_meta = (
-        f"Llama of {billions:.1f} billion parameters on meta, {nodes} nodes, for "
-        f"cuda:sm_90: {taken:.1f} s (asked {META_LIMIT:.0f} s)."
+        f"Llama of {meta['billions']:.1f} billion parameters on meta, {meta['nodes']} "
+        f"nodes, for cuda:sm_90: {meta['seconds']:.1f} s (asked {META_LIMIT:.0f} s)."
     )
-    text = "\n".join(
-        [capability("cpu"), "", report.markdown(header, rows), "", on_meta]
-    )
-    print(text)
-    if not options.only:
-        data = {
-            "capability": capability("cpu"),
-            "cases": [asdict(each) for each in found],
-            "meta": {"seconds": taken, "billions": billions, "nodes": nodes},
-        }
-        report.write(options.out / "explain", f"{text}\n", data)
-    above = any(each.ratio > LIMIT for each in found)
-    return int(above or taken > META_LIMIT)
+    return report.page(data, report.markdown(header, rows), on_meta)
 
+
+def good(data: Data) -> bool:
+    """Whether every figure is within its limit."""
+    within = all(each["ratio"] <= LIMIT for each in data["cases"])
+    return within and data["meta"]["seconds"] <= META_LIMIT
+
+
+TABLE = report.Table(
+    "explain",
+    measured_all,
+    text,
+    options=(option("--repeats", 5, "pairs"), report.ONLY),
+    good=good,
+    keeps=lambda given: not given.only,
+)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(TABLE.main())

@@ -12,8 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +24,10 @@ import autoamp
 from autoamp.exported.files import plan_in
 from autoamp.saved.diff import diff
 
-from . import full_models, report
-from .capability import capability
-from .processes import commit, said
+from . import report
+from .models import full
+from .report import Data, option, said
 
-STEM = "exported"
 PRECISIONS = ("bf16", "fp16")
 LENGTH, BATCH = 16, 2
 
@@ -115,31 +113,31 @@ def _whisper(quick: bool) -> nn.Module:
     return _First(WhisperEncoder(config))
 
 
-def _ids(vocab: int) -> Tensor:
+def _ids(vocab: int = 1000) -> Tensor:
     return torch.randint(0, vocab, (BATCH, LENGTH))
 
 
-def _image(side: int) -> Tensor:
+def _image(side: int = 64) -> Tensor:
     return torch.randn(BATCH, 3, side, side)
 
 
 Made = Callable[[bool], tuple[nn.Module, Tensor]]
 
 MODELS: dict[str, Made] = {
-    "gpt2": lambda q: (_First(full_models.gpt2(q)), _ids(1000)),
-    "bert": lambda q: (_First(full_models.bert(q)), _ids(1000)),
-    "llama": lambda q: (_First(full_models.llama(q)), _ids(1000)),
-    "t5_encoder": lambda q: (_First(full_models.t5(q).get_encoder()), _ids(1000)),
-    "vit": lambda q: (_First(full_models.vit(q)), _image(64 if q else 224)),
-    "resnet50": lambda q: (_First(full_models.resnet50(q)), _image(64)),
-    "convnext": lambda q: (_First(full_models.convnext_tiny(q)), _image(64)),
+    "gpt2": lambda q: (_First(full("gpt2", q)), _ids()),
+    "bert": lambda q: (_First(full("bert", q)), _ids()),
+    "llama": lambda q: (_First(full("llama", q)), _ids()),
+    "t5_encoder": lambda q: (_First(full("t5", q).get_encoder()), _ids()),
+    "vit": lambda q: (_First(full("vit", q)), _image(64 if q else 224)),
+    "resnet50": lambda q: (_First(full("resnet50", q)), _image()),
+    "convnext": lambda q: (_First(full("convnext_tiny", q)), _image()),
     "unet": lambda _: (_UNet(), _image(32)),
     "lstm": lambda _: (_LSTM(), torch.randn(BATCH, LENGTH, 256)),
     "whisper_encoder": lambda q: (_whisper(q), torch.randn(BATCH, 80, 100)),
 }
 
 
-def measured(name: str, precision: str, *, quick: bool, aoti: bool) -> dict[str, Any]:
+def measured(name: str, precision: str, *, quick: bool, aoti: bool) -> Data:
     """The row of one model in one precision."""
     torch.manual_seed(0)
     model, x = MODELS[name](quick)
@@ -159,7 +157,7 @@ def measured(name: str, precision: str, *, quick: bool, aoti: bool) -> dict[str,
         held = program.state_dict
         twice = [n for n in held if n.endswith(f"_{precision}")]
         wide = sum(p.numel() * 4 for p in [*model.parameters(), *model.buffers()])
-        row: dict[str, Any] = {
+        row: Data = {
             "name": name,
             "precision": precision,
             "same": child.stdout.decode().strip() == "True",
@@ -215,58 +213,60 @@ HEADER = (
 )
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The Markdown table."""
-    lines = [
-        [
-            f"{r['name']}, {r['precision']}",
-            "yes" if r["same"] else "NO",
-            f"{r['weights']:.3f}",
-            f"{r['files']:.3f}",
-            f"{r['twice'][0]} ({r['twice'][1]:.2f})" if r["twice"][0] else "",
-            f"{r['onnx']:.2f}" if "onnx" in r else "",
-            str(r["differ"]),
-            f"{r['aoti']:.2f}" if "aoti" in r else "fails" * ("aoti_failure" in r),
-        ]
-        for r in rows
+def _line(row: Data) -> list[str]:
+    count, share = row["twice"]
+    return [
+        f"{row['name']}, {row['precision']}",
+        "yes" if row["same"] else "NO",
+        f"{row['weights']:.3f}",
+        f"{row['files']:.3f}",
+        f"{count} ({share:.2f})" if count else "",
+        f"{row['onnx']:.2f}" if "onnx" in row else "",
+        str(row["differ"]),
+        f"{row['aoti']:.2f}" if "aoti" in row else "fails" * ("aoti_failure" in row),
     ]
-    return report.markdown(HEADER, lines)
 
 
-def _apart(options: argparse.Namespace, names: Sequence[str]) -> Iterator[Any]:
+def measure(given: argparse.Namespace) -> Data:
     """The rows of all models, each from a process of its own."""
-    for name in names:
+    flags = ["--quick"] * given.quick + ["--aoti"] * given.aoti
+    rows = []
+    for name in [given.model] if given.model else MODELS:
         for precision in PRECISIONS:
-            command = [sys.executable, "-m", "benchmarks.exported", "--one"]
-            command += [precision, "--model", name]
-            command += ["--quick"] * options.quick + ["--aoti"] * options.aoti
+            command = [sys.executable, "-m", "benchmarks.exported", "--one", precision]
+            command += ["--model", name, *flags]
             done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-            yield json.loads(done.stdout.decode().splitlines()[-1])
+            rows.append(json.loads(done.stdout.decode().splitlines()[-1]))
+    return {"rows": rows}
+
+
+def text(data: Data) -> str:
+    """The page."""
+    table = report.markdown(HEADER, [_line(row) for row in data["rows"]])
+    return report.page(data, NOTE, table)
+
+
+TABLE = report.Table(
+    "exported",
+    measure,
+    text,
+    options=(
+        option("--model", None, "one model alone", choices=[*MODELS]),
+        report.QUICK,
+        option("--aoti", False, "compile packages too", action="store_true"),
+    ),
+    stem=lambda given: "exported" + "-small" * given.quick,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exports all models, and writes and prints the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.exported")
-    parser.add_argument("--out", type=Path, default=report.RESULTS)
-    parser.add_argument("--model", choices=[*MODELS], help="one model alone")
-    parser.add_argument("--quick", action="store_true", help="small models")
-    parser.add_argument("--aoti", action="store_true", help="compile packages too")
-    parser.add_argument("--one", choices=PRECISIONS, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.one:
-        given = {"quick": options.quick, "aoti": options.aoti}
-        print(json.dumps(measured(options.model, options.one, **given)))
-        return 0
-    names = [options.model] if options.model else [*MODELS]
-    stem = f"{STEM}-small" if options.quick else STEM
-    rows: list[dict[str, Any]] = []
-    for row in _apart(options, names):
-        rows.append(row)
-        head = f"{capability('cpu')}; commit {commit()}"
-        text = "\n".join([head, "", NOTE, "", table(rows), ""])
-        data = {"capability": capability("cpu"), "rows": rows}
-        report.write(options.out / stem, text, data)
-    print(text)
+    """Exports all models; with `--one PRECISION --model NAME` one, printed as JSON."""
+    words = sys.argv[1:] if arguments is None else [*arguments]
+    if words[:1] != ["--one"]:
+        return TABLE.main(words)
+    _, precision, _, name, *flags = words
+    told = {"quick": "--quick" in flags, "aoti": "--aoti" in flags}
+    print(json.dumps(measured(name, precision, **told)))
     return 0
 
 

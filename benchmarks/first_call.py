@@ -16,20 +16,20 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import torch
-import transformers as hf
 from torch import Tensor, nn
 
 import autoamp
 from autoamp.check import numbers
 
-from . import report
-from .capability import capability
+from . import models, report
 from .errors import Batch
+from .report import Data, option
 
 LIMIT, RECURRENT_LIMIT = 1.25, 2.0
 """Times plain torch.compile: for graphs of over 100 nodes and all but the first of a
@@ -100,60 +100,17 @@ class Small(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def _gpt2() -> nn.Module:
-    config = hf.GPT2Config(
-        n_layer=12,
-        n_embd=64,
-        n_head=4,
-        vocab_size=200,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-    )
-    return hf.GPT2LMHeadModel(config)
-
-
-def _bert() -> nn.Module:
-    config = hf.BertConfig(
-        num_hidden_layers=12,
-        hidden_size=64,
-        num_attention_heads=4,
-        intermediate_size=128,
-        vocab_size=200,
-    )
-    return hf.BertForMaskedLM(config)
-
-
-def _t5() -> nn.Module:
-    config = hf.T5Config(
-        d_model=64,
-        d_kv=16,
-        d_ff=128,
-        num_layers=6,
-        num_heads=4,
-        vocab_size=200,
-        use_cache=False,
-        decoder_start_token_id=0,
-    )
-    return hf.T5ForConditionalGeneration(config)
-
-
-def _resnet() -> nn.Module:
-    sizes = [16, 32, 64, 128]
-    config = hf.ResNetConfig(embedding_size=16, hidden_sizes=sizes, num_labels=10)
-    return hf.ResNetForImageClassification(config)
-
-
-def _vit() -> nn.Module:
-    config = hf.ViTConfig(
-        num_hidden_layers=12,
-        hidden_size=64,
-        num_attention_heads=4,
-        intermediate_size=128,
-        image_size=32,
-        patch_size=8,
-    )
-    return hf.ViTForImageClassification(config)
+_HIDDEN: dict[str, Any] = {
+    "num_hidden_layers": 12,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+}
+_GPT2 = {"n_layer": 12, "n_embd": 64, "n_head": 4, "vocab_size": 200}
+_BERT = {**_HIDDEN, "vocab_size": 200}
+_T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_heads": 4, "vocab_size": 200}
+_RESNET = {"embedding_size": 16, "hidden_sizes": [16, 32, 64, 128], "num_labels": 10}
+_VIT = {**_HIDDEN, "image_size": 32, "patch_size": 8}
 
 
 def _ids() -> Batch:
@@ -178,15 +135,20 @@ def _series() -> Batch:
 
 
 CASES = (
-    Case("gpt2, 12 layers", _gpt2, _ids, LIMIT),
-    Case("bert, 12 layers", _bert, _ids, LIMIT),
-    Case("t5, 6 + 6 layers", _t5, _pairs, LIMIT),
-    Case("resnet50", _resnet, _pixels, LIMIT),
-    Case("vit, 12 layers", _vit, _pixels, LIMIT),
+    *(
+        Case(name, partial(build, **size, **dropout), batch, LIMIT)
+        for name, build, size, dropout, batch in (
+            ("gpt2, 12 layers", models.gpt2, _GPT2, {"dropout": True}, _ids),
+            ("bert, 12 layers", models.bert, _BERT, {"dropout": True}, _ids),
+            ("t5, 6 + 6 layers", models.t5, _T5, {"dropout": True}, _pairs),
+            ("resnet50", models.resnet50, _RESNET, {}, _pixels),
+            ("vit, 12 layers", models.vit, _VIT, {}, _pixels),
+        )
+    ),
     *(
         Case(
             f"{kind.__name__}, {layers} layers",
-            lambda kind=kind, layers=layers: Recurrent(kind, layers),
+            partial(Recurrent, kind, layers),
             _series,
             RECURRENT_LIMIT,
             allow_rnn=True,
@@ -256,52 +218,48 @@ def _nodes_and_checks(case: Case) -> tuple[int, float]:
     return sum(len(each.before.graph.nodes) for each in graphs), checks / taken
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table and writes it; 1 if a limit is passed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_call")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--out", type=Path, default=report.RESULTS)
-    options = parser.parse_args(arguments)
+def measure_all(given: argparse.Namespace) -> Data:
+    """The figures of the cases that are asked for."""
     torch.set_num_threads(1)
-    first_calls(Case("warm-up", Small, _vectors, 0.0), _plain)
-    first_calls(Case("warm-up", Small, _vectors, 0.0), _ours)
-    chosen = [case for case in CASES if options.only in case.name]
-    found = [measure(case, options.repeats) for case in chosen]
-    header = (
-        "first call of",
-        "nodes",
-        "torch.compile s",
-        "autoamp s",
-        "ratio",
-        "asked",
-        "checks",
-    )
+    for start in (_plain, _ours):
+        first_calls(Case("warm-up", Small, _vectors, 0.0), start)
+    chosen = [case for case in CASES if given.only in case.name]
+    return {"cases": [asdict(measure(case, given.repeats)) for case in chosen]}
+
+
+def _above(data: Data) -> list[str]:
+    return [f["name"] for f in data["cases"] if f["ratio"] > f["limit"]]
+
+
+def text(data: Data) -> str:
+    """The page."""
     rows = [
         (
-            f.name,
-            str(f.nodes),
-            f"{f.plain:.3f}",
-            f"{f.ours:.3f}",
-            f"{f.ratio:.2f}",
-            f"{f.limit:.2f}",
-            f"{f.checks:.1%}",
+            f["name"],
+            str(f["nodes"]),
+            *(f"{f[key]:.3f}" for key in ("plain", "ours")),
+            *(f"{f[key]:.2f}" for key in ("ratio", "limit")),
+            f"{f['checks']:.1%}",
         )
-        for f in found
+        for f in data["cases"]
     ]
-    above = [f.name for f in found if f.ratio > f.limit]
-    verdict = f"above the ratio asked: {', '.join(above) or 'none'}"
-    table = report.markdown(header, rows)
-    text = "\n".join([capability("cpu"), "", table, "", verdict]) + "\n"
-    print(text)
-    if not options.only:
-        data = {
-            "capability": capability("cpu"),
-            "cases": [asdict(f) for f in found],
-        }
-        report.write(options.out / "first_call", text, data)
-    return int(bool(above))
+    verdict = f"above the ratio asked: {', '.join(_above(data)) or 'none'}"
+    return report.page(data, report.markdown(HEADER, rows), verdict)
 
+
+HEADER = (
+    *("first call of", "nodes", "torch.compile s", "autoamp s", "ratio", "asked"),
+    "checks",
+)
+
+TABLE = report.Table(
+    "first_call",
+    measure_all,
+    text,
+    options=(option("--repeats", 5, "pairs, at least"), report.ONLY),
+    good=lambda data: not _above(data),
+    keeps=lambda given: not given.only,
+)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(TABLE.main())

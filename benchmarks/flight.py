@@ -27,9 +27,9 @@ from autoamp.flight import folder
 from autoamp.flight.recorder import EVERY, FlightRecorder
 
 from . import report
-from .capability import capability
 from .guard import GPT
-from .processes import commit
+from .report import commit
+from .setting import capability
 from .timing import interleaved, ratios
 
 STEM = "flight"

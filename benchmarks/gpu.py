@@ -24,11 +24,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from . import gpu_tests, processes, report, step_times, turns
-from .ratios import Row
-from .setting import NO_GPU, Setting, usable
+from . import gpu_tests, processes, report, turns
+from .setting import NO_GPU, Setting, capability, usable
 
 FINISHED, FAILED, REFUSED, CUT_OFF = range(4)
 SAID = ("finished", "failed: see above", "", "cut off: give the same command again")
@@ -42,7 +40,6 @@ GRACE_S = 20.0
 MODEL_SHARE = 0.7
 """The share of a piece's seconds that one model may take; it has failed after that."""
 
-ROOT = Path(__file__).parents[1]
 PRECISIONS = ("bf16", "fp16")
 QUICK_TESTS = ("--only", "tests/training/test_step_flags.py")
 QUICK_MODELS = ("bert", "resnet50")
@@ -79,9 +76,10 @@ class Piece:
         """The setting that the piece is measured in."""
         return replace(asked, precision=self.precision or asked.precision)
 
-    def tables(self) -> Any:
-        """The module, which has `names` and `write` where the piece is in rows."""
-        return importlib.import_module(self.module)
+    def table(self) -> processes.ModelTable:
+        """The table of a piece that is in rows."""
+        found: processes.ModelTable = importlib.import_module(self.module).TABLE
+        return found
 
     def results(self, asked: Setting, folder: Path) -> Path:
         """The file that has its figures once there are any."""
@@ -110,7 +108,6 @@ def pieces() -> tuple[Piece, ...]:
         for precision in PRECISIONS
         for piece in (
             of("training", precision),
-            of("forwards", precision),
             of("inference", precision, goes_on=False),
             of("prediction", precision),
             of("compiled", precision),
@@ -119,9 +116,6 @@ def pieces() -> tuple[Piece, ...]:
     return (
         Piece("calibrate", "benchmarks.speeds", "calibrate", goes_on=False),
         Piece("tests", gpu_tests.MODULE, gpu_tests.STEM, quick=QUICK_TESTS),
-        Piece(
-            "resnet50", "benchmarks.resnet50", "resnet50", "fp16", quick=("batch 2",)
-        ),
         *both,
     )
 
@@ -167,7 +161,7 @@ def side_by_side(
     jobs, ended = {}, {}
     for piece in wanted:
         setting = piece.setting(asked)
-        names = piece.quick if asked.quick else piece.tables().names(setting)
+        names = piece.quick if asked.quick else piece.table().names(setting)
         done = processes.finished(piece.results(asked, folder))
         todo = [name for name in names if name not in done]
         arguments = tuple(setting.arguments())
@@ -176,7 +170,13 @@ def side_by_side(
     left = {piece.name: [*jobs.values()].count(piece) for piece in wanted}
     for job, row in turns.rows([*jobs], at_once=at_once, limit=limit, errors=None):
         piece = jobs[job]
-        _keep(row, piece, asked, folder)
+        piece.table().fill(
+            [row["name"]],
+            folder,
+            piece.setting(asked),
+            lambda _, row=row: row,  # it is measured
+            again=True,
+        )
         left[piece.name] -= 1
         if not left[piece.name]:
             whole = processes.finished(piece.results(asked, folder))
@@ -185,25 +185,12 @@ def side_by_side(
     return ended
 
 
-def _keep(row: Row, piece: Piece, asked: Setting, folder: Path) -> None:
-    """Writes a row to the table of its piece."""
-    tables, setting = piece.tables(), piece.setting(asked)
-    processes.fill(
-        [row["name"]],
-        piece.results(asked, folder).with_suffix(""),
-        take=lambda _: row,
-        write=lambda rows, to: str(tables.write(rows, to, setting)),
-        brief=getattr(tables, "brief", step_times.brief),
-        again=True,
-    )
-
-
 def within(limit: float, command: Sequence[str]) -> int | None:
     """The exit status of a command; None if it was ended after `limit` seconds.
 
     Its own processes are ended with it, also where this process is told to end.
     """
-    with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
+    with subprocess.Popen(command, cwd=report.ROOT, start_new_session=True) as process:
         try:
             with ended_by_a_signal():
                 return process.wait(max(limit - GRACE_S, limit / 2))
@@ -276,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{piece.name}: {SAID[ended[piece.name]]} ({taken:.0f} s)", flush=True)
     if together:
         ended |= side_by_side(together, asked, folder, given.limit, given.at_once)
-    print(asked.capability)
+    print(capability(asked.device))
     for name, status in ended.items():
         print(f"  {name}: {SAID[status]}")
     return worst(ended.values())

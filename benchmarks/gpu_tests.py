@@ -18,11 +18,10 @@ from typing import Any
 import pytest
 
 from . import report
-from .processes import commit
-from .setting import Setting, add_arguments, setting_of
+from .report import ROOT, commit
+from .setting import Setting, add_arguments, capability, setting_of
 
 STEM, MODULE = "tests", "benchmarks.gpu_tests"
-ROOT = Path(__file__).parents[1]
 MARKED = "gpu and not conformance"
 """What is run; the conformance tests need packages that a GPU machine may lack."""
 
@@ -117,10 +116,11 @@ def write(
         if one["outcome"] not in FINE
     ]
     state = "" if whole else " so far: the run was ended before the last test"
-    head = f"{setting.capability}; commit {commit()}"
+    machine = capability(setting.device)
+    head = f"{machine}; commit {commit()}"
     note = f"The tests marked `gpu` (`{MARKED}`){state}: {said or 'none'}."
     text = "\n".join([head, "", note, "", *failed]).rstrip() + "\n"
-    data = {"capability": setting.capability, "whole": whole, "tests": list(outcomes)}
+    data = {"capability": machine, "whole": whole, "tests": list(outcomes)}
     report.write(stem, text, data)
     return text
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ from rich.progress import track
 import autoamp
 
 from . import report
-from .capability import capability
 from .errors import (
     Step,
     has_finite_grads,
@@ -29,6 +26,7 @@ from .errors import (
     training_step,
 )
 from .metrics import SEEDS, ModelCase
+from .report import Data
 
 SCALES = (2.0**15, 2.0**12, 2.0**9, 1.0)
 """The first at which no gradient overflows, either way, is the one compared at."""
@@ -64,37 +62,39 @@ def _step(case: ModelCase, seed: int, scale: float, *, way: str) -> Step:
     return scaled_step(model, case.loss, batch, scale, context=region)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what is asked, prints the table and writes it."""
+def measure(given: argparse.Namespace) -> Data:
+    """The errors of the cases of tests/models that are asked for."""
     from tests.models import BY_NAME
 
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gradients")
-    parser.add_argument("names", nargs="*", help="cases of tests/models (all)")
-    parser.add_argument("--out", type=Path, default=report.RESULTS)
-    options = parser.parse_args(arguments)
-    rows: list[dict[str, Any]] = []
-    failures: list[str] = []
-    for name in track(options.names or list(BY_NAME), "gradients"):
+    rows, failures = [], []
+    for name in track([n for n in BY_NAME if given.only in n], "gradients"):
         try:
             rows.append(compare(BY_NAME[name]))
-        except (
-            RuntimeError
-        ) as error:  # torch has no fp16 kernel for it, one way or both
+        except RuntimeError as error:  # torch has no fp16 kernel for it
             failures.append(f"{name}: {str(error).splitlines()[0]}")
+    note = f"fp16, {len(SEEDS)} batches"
+    return {"note": note, "results": rows, "failures": failures}
+
+
+def text(data: Data) -> str:
+    """The page."""
     cells = []
-    for row in rows:
+    for row in data["results"]:
         ratio = row["autoamp"] / row["GradScaler"] if row["GradScaler"] else math.nan
         both = [f"{row[way]:.2e}" for way in ("autoamp", "GradScaler")]
         cells.append([row["model"], f"{row['loss scale']:g}", *both, f"{ratio:.2f}"])
-    line = capability("cpu")
-    parts = [f"{line}; fp16, {len(SEEDS)} batches", "", report.markdown(HEADER, cells)]
-    parts += ["", "Not comparable:", "", *(f"- {f}" for f in failures)] * bool(failures)
-    text = "\n".join(parts) + "\n"
-    payload = {"capability": line, "results": rows, "failures": failures}
-    report.write(options.out / "gradients-cpu", text, payload)
-    print(text)
-    return 0
+    failed = "\n".join(f"- {each}" for each in data["failures"])
+    told = ["Not comparable:", failed] * bool(failed)
+    return report.page(data, report.markdown(HEADER, cells), *told)
 
+
+TABLE = report.Table(
+    "gradients",
+    measure,
+    text,
+    options=(report.ONLY,),
+    stem=lambda _: "gradients-cpu",
+)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(TABLE.main())

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +15,9 @@ from torch import Tensor, nn
 import autoamp
 
 from . import report
-from .capability import capability
-from .processes import commit
-from .timing import interleaved, ratios
+from .report import Data, option
+from .timing import interleaved, ratios, repeated
 
-STEM = "guard"
 ROUNDS = 11
 WARM_UP = 2
 WAYS = ("guard=False", "guard=True")
@@ -41,32 +36,25 @@ class GPT(nn.Module):
     def __init__(self, layers: int, width: int, words: int) -> None:
         super().__init__()
         self.table = nn.Embedding(words, width)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width,
-                max(1, width // 64),
-                4 * width,
-                dropout=0.0,
-                activation="gelu",
-                batch_first=True,
-                norm_first=True,
+        given = {"dropout": 0.0, "activation": "gelu", "batch_first": True}
+        self.layers = nn.Sequential(
+            *(
+                nn.TransformerEncoderLayer(
+                    width, max(1, width // 64), 4 * width, norm_first=True, **given
+                )
+                for _ in range(layers)
             )
-            for _ in range(layers)
         )
         self.norm = nn.LayerNorm(width)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.table(ids)
-        for layer in self.layers:
-            x = layer(x)
-        logits = nn.functional.linear(self.norm(x), self.table.weight)
+        x = self.norm(self.layers(self.table(ids)))
+        logits = nn.functional.linear(x, self.table.weight)
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
-MODELS: dict[str, tuple[Callable[[], GPT], tuple[int, int]]] = {
-    "GPT": (lambda: GPT(12, 768, 50257), (4, 128)),
-    "small": (lambda: GPT(2, 64, 512), (4, 16)),
-}
+MODELS = {"GPT": ((12, 768, 50257), (4, 128)), "small": ((2, 64, 512), (4, 16))}
+"""The layers, width and words of each model, and the shape of its batch."""
 
 
 class Way:
@@ -86,49 +74,42 @@ class Way:
         self.optimizer.step()
 
 
-def measured(name: str) -> list[dict[str, Any]]:
+def measured(name: str) -> list[Data]:
     """The rows of one of `MODELS`."""
-    make, shape = MODELS[name]
+    size, shape = MODELS[name]
     torch.manual_seed(0)
     ids = torch.randint(0, 512, shape)
-    ways = {way: Way(make(), ids, way == WAYS[1]) for way in WAYS}
+    ways = {way: Way(GPT(*size), ids, way == WAYS[1]) for way in WAYS}
     for each in ways.values():
-        for _ in range(WARM_UP):
-            each.training_step()
+        repeated(each.training_step, WARM_UP)
     rows = []
     for what in ("step", "training_step"):
         steps = {way: getattr(each, what) for way, each in ways.items()}
         taken = interleaved(steps, ROUNDS)
-        row: dict[str, Any] = {"what": f"{name}, {what.replace('_', ' ')}"}
+        row: Data = {"what": f"{name}, {what.replace('_', ' ')}"}
         row |= {way: statistics.median(times) * 1e3 for way, times in taken.items()}
         rows.append({**row, "ratio": ratios(taken, WAYS[0])[WAYS[1]]})
     return rows
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The Markdown table."""
+def measure(given: argparse.Namespace) -> Data:
+    """The rows of one model, or of all."""
+    names = [given.model] if given.model else MODELS
+    return {"rows": [row for name in names for row in measured(name)]}
+
+
+def text(data: Data) -> str:
+    """The page."""
     lines = [
         [r["what"], *(f"{r[way]:.2f}" for way in WAYS), f"{r['ratio']:.3f}"]
-        for r in rows
+        for r in data["rows"]
     ]
-    return report.markdown(["", *(f"{way}, ms" for way in WAYS), "ratio"], lines)
+    header = ["", *(f"{way}, ms" for way in WAYS), "ratio"]
+    return report.page(data, NOTE, report.markdown(header, lines))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Times all steps, and writes and prints the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.guard")
-    parser.add_argument("--out", type=Path, default=report.RESULTS)
-    parser.add_argument("--model", choices=[*MODELS], help="one model alone")
-    options = parser.parse_args(arguments)
-    names = [options.model] if options.model else [*MODELS]
-    rows = [row for name in names for row in measured(name)]
-    head = f"{capability('cpu')}; commit {commit()}"
-    text = "\n".join([head, "", NOTE, "", table(rows), ""])
-    data: dict[str, Any] = {"capability": capability("cpu"), "rows": rows}
-    report.write(options.out / STEM, text, data)
-    print(text)
-    return 0
-
+ONE = option("--model", None, "one model alone", choices=[*MODELS])
+TABLE = report.Table("guard", measure, text, options=(ONE,))
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(TABLE.main())

@@ -9,76 +9,57 @@ never slower than `torch.autocast`.
 from __future__ import annotations
 
 import argparse
-import copy
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as hf
-from rich.progress import Progress
-from torch import Tensor, nn
+from rich.progress import track
+from torch import nn
 
 from . import report
-from .peers import BASELINE
-from .setting import Setting, add_arguments, setting_of
-from .timing import interleaved, ratios
-from .workloads import Workload, workloads
+from .metrics import to_device
+from .models import Workload, workloads
+from .report import Data, Table, option
+from .setting import Setting
+from .timing import interleaved, ratios, repeated
+from .ways import Prepared, low_way, prepared
 
 ASKED = {"cpu": (2.0, 1.1), "cuda": (1.0, math.inf)}
 """How many times as fast as autocast autoamp is to be, and how many times the time of
 the model in 16 bits it may take, for lengths up to `ASKED_LENGTH`."""
 ASKED_LENGTH = 32
 
-AUTOCAST, LOW = "autocast", "model in 16 bits"
+BASELINE, AUTOCAST, LOW = "fp32", "autocast", "model in 16 bits"
 OURS = ("autoamp", "autoamp, do_no_harm=False")
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
 }
 HEADER = (
-    "mode, length",
-    "peer",
-    "ms",
-    "time / fp32",
-    "autocast's time / this",
-    "time / 16 bits",
-    "weights refreshed",
+    *("mode, length", "peer", "ms", "time / fp32", "autocast's time / this"),
+    *("time / 16 bits", "weights refreshed"),
 )
 
-Call = Callable[[Tensor], Any]
 
-
-def calls(original: nn.Module, setting: Setting) -> dict[str, tuple[Call, nn.Module]]:
-    """Each peer: what is called with token ids, and the model under it."""
-    import autoamp
-
-    def plain(model: nn.Module) -> tuple[Call, nn.Module]:
-        return lambda ids: model(input_ids=ids), model
-
-    def under_autocast(ids: Tensor) -> Any:
-        with torch.autocast(setting.device, setting.low):
-            return original(input_ids=ids)
-
-    def converted(do_no_harm: bool) -> nn.Module:
-        model: nn.Module = autoamp.convert(
-            copy.deepcopy(original),
-            precision=setting.precision,
-            do_no_harm=do_no_harm,
-            strict=True,
-        )
-        return model
-
-    return {
-        BASELINE: plain(original),
-        AUTOCAST: (under_autocast, original),
-        LOW: plain(copy.deepcopy(original).to(setting.low)),
-        OURS[0]: plain(converted(do_no_harm=True)),
-        OURS[1]: plain(converted(do_no_harm=False)),
+def calls(workload: Workload, setting: Setting) -> dict[str, Prepared]:
+    """The model run as each peer does, in eval mode."""
+    ways = {
+        BASELINE: ("fp32", {}),
+        AUTOCAST: ("autocast", {}),
+        LOW: (low_way(setting), {}),
+        OURS[0]: ("autoamp", {"do_no_harm": True}),
+        OURS[1]: ("autoamp", {}),
     }
+    found = {}
+    for name, (way, options) in ways.items():
+        torch.manual_seed(0)
+        found[name] = prepared(workload.case, way, setting, **options)
+        found[name].model.eval()
+    return found
 
 
 def refreshed(model: nn.Module) -> int:
@@ -90,23 +71,16 @@ def refreshed(model: nn.Module) -> int:
     return sum(g.copies.refreshed for g in graphs if g.copies is not None)
 
 
-def measure(
-    peers: dict[str, tuple[Call, nn.Module]],
-    workload: Workload,
-    rounds: int,
-    device: str,
-) -> dict[str, dict[str, Any]]:
+def measured(
+    peers: dict[str, Prepared], workload: Workload, rounds: int, device: str
+) -> Data:
     """Figures of each peer on one batch, in the grad mode that is on."""
-    ids: Tensor = workload.batch()[1]["input_ids"].to(device)
-    for call, _ in peers.values():
-        for _ in range(2):
-            call(ids)
-    before = {name: refreshed(model) for name, (_, model) in peers.items()}
-    taken = interleaved(
-        {name: lambda call=call: call(ids) for name, (call, _) in peers.items()},
-        rounds,
-        device,
-    )
+    batch = to_device(workload.case.inputs(0), device)
+    steps = {name: peer._replace(batch=batch).forward for name, peer in peers.items()}
+    for step in steps.values():
+        repeated(step, 2)
+    before = {name: refreshed(peer.model) for name, peer in peers.items()}
+    taken = interleaved(steps, rounds, device)
     fp32, low = ratios(taken, BASELINE), ratios(taken, LOW)
     return {
         name: {
@@ -116,7 +90,7 @@ def measure(
                 a / t for a, t in zip(taken[AUTOCAST], times, strict=True)
             ),
             "time_over_low": low[name],
-            "weights_refreshed": refreshed(peers[name][1]) - before[name],
+            "weights_refreshed": refreshed(peers[name].model) - before[name],
         }
         for name, times in taken.items()
     }
@@ -135,7 +109,7 @@ def row(case: str, name: str, got: dict[str, Any]) -> list[str]:
     ]
 
 
-def verdict(results: Sequence[dict[str, Any]], device: str) -> tuple[bool, str]:
+def verdict(results: list[Data], device: str) -> tuple[bool, str]:
     """Whether autoamp reaches what is asked, and a line that says how far it is."""
     asked = [
         got
@@ -158,44 +132,52 @@ def verdict(results: Sequence[dict[str, Any]], device: str) -> tuple[bool, str]:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table and writes it; 1 if what is asked is not reached."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.inference")
-    add_arguments(parser)
-    parser.add_argument("--rounds", type=int, default=21, help="timed rounds")
-    parser.add_argument("--out", type=Path, default=report.RESULTS)
-    options = parser.parse_args(arguments)
-    setting = setting_of(parser, options)
-    torch.manual_seed(0)
-    chosen = [w for w in workloads(options.quick) if w.name.startswith("gpt2 batch 1 ")]
-    peers = calls(chosen[0].build().to(setting.device).eval(), setting)
-    results: list[dict[str, Any]] = []
-    lines: list[list[str]] = []
-    with Progress(transient=True) as progress:
-        task = progress.add_task("", total=len(chosen) * len(MODES))
-        for mode, context in MODES.items():
-            for workload in chosen:
-                length = workload.batch()[1]["input_ids"].shape[1]
-                case = f"{mode}, {length}"
-                progress.update(task, description=case)
-                with context():
-                    found = measure(peers, workload, options.rounds, setting.device)
-                results.append({"mode": mode, "length": length, "peers": found})
-                lines += [row(case, name, got) for name, got in found.items()]
-                progress.advance(task)
-    good, says = verdict(results, setting.device)
-    line = f"{setting.capability}, transformers {hf.__version__}"
-    size = ", a small model" if options.quick else ""
+def measure(given: argparse.Namespace) -> Data:
+    """The figures of every length in both modes."""
+    setting = Setting(given.device, given.precision, given.quick)
+    wanted = [w for w in workloads(given.quick) if w.name.startswith("gpt2 batch 1 ")]
+    peers = calls(wanted[0], setting)
+    results = []
+    for mode, context in MODES.items():
+        for workload in track(wanted, mode, transient=True):
+            length = workload.case.inputs(0)[1]["input_ids"].shape[1]
+            with context():
+                found = measured(peers, workload, given.rounds, setting.device)
+            results.append({"mode": mode, "length": length, "peers": found})
+    size = ", a small model" if given.quick else ""
     note = (
-        f"{line}; GPT-2, batch 1, {setting.precision}{size}; "
-        f"median of {options.rounds} interleaved rounds"
+        f"transformers {hf.__version__}; GPT-2, batch 1, {setting.precision}{size}; "
+        f"median of {given.rounds} interleaved rounds"
     )
-    text = "\n".join([note, "", report.markdown(HEADER, lines), "", says]) + "\n"
-    data = {"capability": line, "rounds": options.rounds, "results": results}
-    report.write(options.out / setting.stem("inference"), text, data)
-    print(text)
-    return 0 if good else 1
+    return {"note": note, "device": given.device, "results": results}
 
+
+def text(data: Data) -> str:
+    """The page."""
+    lines = [
+        row(f"{each['mode']}, {each['length']}", name, got)
+        for each in data["results"]
+        for name, got in each["peers"].items()
+    ]
+    _, told = verdict(data["results"], data["device"])
+    return report.page(data, report.markdown(HEADER, lines), told)
+
+
+TABLE = Table(
+    "inference",
+    measure,
+    text,
+    options=(
+        option("--device", "cpu", choices=("cpu", "cuda")),
+        option("--precision", "bf16", choices=("bf16", "fp16")),
+        option("--quick", False, "small sizes", action="store_true"),
+        report.rounds(21),
+    ),
+    stem=lambda given: Setting(given.device, given.precision, given.quick).stem(
+        "inference"
+    ),
+    good=lambda data: verdict(data["results"], data["device"])[0],
+)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(TABLE.main())

@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib
 import statistics
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 from rich.progress import track
 from torch import nn
 
 import autoamp
-from tests.zoo import site
 
 from . import report
-from .capability import capability
-from .timing import interleaved, keep_freed_memory, ratios
+from .models import torchvisions
+from .report import Data
+from .timing import interleaved, keep_freed_memory, ratios, repeated
 
 MODELS = {"resnet18": 128, "resnet50": 128, "mobilenet_v2": 128, "densenet121": 128}
 """Models of torchvision, and the sides of their images in pixels."""
@@ -45,7 +43,7 @@ HEADER = (
 def steps(name: str, side: int) -> dict[str, Callable[[], None]]:
     """A training step of each way to run one model, on one batch."""
     torch.manual_seed(0)
-    model = getattr(importlib.import_module("torchvision.models"), name)()
+    model = torchvisions(name)
     image = torch.randn(BATCH, 3, side, side)
     low = {"precision": "bf16", "do_no_harm": False, "strict": True}
     captured = autoamp.convert(copy.deepcopy(model), **low, unfused=["channels_last"])
@@ -67,8 +65,7 @@ def steps(name: str, side: int) -> dict[str, Callable[[], None]]:
         "bfloat16": lambda: _backward(narrow, narrow(low_image)),
     }
     for step in found.values():
-        for _ in range(WARM_UP):
-            step()
+        repeated(step, WARM_UP)
     if "channels last" not in str(autoamp.report(last)):
         raise SystemExit("this CPU's profile has convolutions keep their layouts")
     return found
@@ -83,33 +80,39 @@ def _backward(model: nn.Module, result: torch.Tensor) -> None:
     model.zero_grad()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table and writes it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.layouts")
-    parser.add_argument("--rounds", type=int, default=11, help="timed rounds")
-    parser.add_argument("--out", type=Path, default=report.RESULTS)
-    options = parser.parse_args(arguments)
+def measure(given: argparse.Namespace) -> Data:
+    """The time under autocast of each model, and the ratios of the ways."""
     keep_freed_memory()
-    site.activate()
-    lines, data = [], {}
-    for name, side in track(MODELS.items(), "layouts", transient=True):
-        taken = interleaved(steps(name, side), options.rounds)
-        found = ratios(taken, BASELINE)
+    found = {}
+    wanted = {name: side for name, side in MODELS.items() if given.only in name}
+    for name, side in track(wanted.items(), "layouts", transient=True):
+        taken = interleaved(steps(name, side), given.rounds)
         milliseconds = 1e3 * statistics.median(taken[BASELINE])
-        data[name] = {"milliseconds": milliseconds, "ratios": found}
-        ways = ("fp32", "captured", "last", "bfloat16")
-        lines.append([name, f"{milliseconds:.0f}", *(f"{found[w]:.2f}" for w in ways)])
+        found[name] = {"milliseconds": milliseconds, "ratios": ratios(taken, BASELINE)}
+    return {"rounds": given.rounds, "models": found}
+
+
+def text(data: Data) -> str:
+    """The page."""
+    ways = ("fp32", "captured", "last", "bfloat16")
+    lines = [
+        [
+            name,
+            f"{each['milliseconds']:.0f}",
+            *(f"{each['ratios'][w]:.2f}" for w in ways),
+        ]
+        for name, each in data["models"].items()
+    ]
     note = (
-        f"{capability('cpu')}\n\nA training step in bf16 of {BATCH} images, "
+        f"A training step in bf16 of {BATCH} images, "
         f"{' '.join(map(str, sorted(set(MODELS.values()))))} pixels wide, with a plain "
-        f"step of SGD; times as parts of autocast's, medians of {options.rounds} "
+        f"step of SGD; times as parts of autocast's, medians of {data['rounds']} "
         "interleaved rounds."
     )
-    text = f"{note}\n\n{report.markdown(HEADER, lines)}\n"
-    report.write(options.out / "layouts", text, data)
-    print(text)
-    return 0
+    return report.page(data, note, report.markdown(HEADER, lines))
 
+
+TABLE = report.Table("layouts", measure, text, options=(report.rounds(11), report.ONLY))
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(TABLE.main())

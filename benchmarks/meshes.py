@@ -7,27 +7,18 @@ predicted is measured here.
 
 from __future__ import annotations
 
-import argparse
-import json
 import resource
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 import autoamp
 from autoamp.inspect.text import bytes_text, seconds_text
 
 from . import report
-from .capability import capability
-from .processes import commit, commits, failures, fill, in_a_process
-from .ratios import Row
+from .processes import ModelTable, Row, commits, failures, new_row
+from .setting import Setting, capability
 
-STEM = "meshes"
-MODULE = "benchmarks.meshes"
 DEVICE = "cuda:sm_90"
 LIMIT_S = 1800
 
@@ -58,7 +49,7 @@ the device waits, or steps its weights. The second table has what each plan took
 in a process of its own: one plan gives all its numbers of devices."""
 
 
-def measured(name: str) -> Row:
+def measured(name: str, _: Setting) -> Row:
     """The plan of one case, and what this process took to make it."""
     size, mesh = CASES[name]
     begin = time.perf_counter()
@@ -70,21 +61,16 @@ def measured(name: str) -> Row:
     )
     seconds = time.perf_counter() - begin
     used = resource.getrusage(resource.RUSAGE_SELF)
-    return {
-        "name": name,
-        "commit": commit(),
-        "machine": capability("cpu"),
-        "parameters": found.parameters,
-        "memory": found.memory,
-        "linear": found.linear,
-        "rewritten": found.rewritten,
-        "notes": found.notes,
-        "seconds": seconds,
-        "processor_seconds": used.ru_utime + used.ru_stime,
-        "peak_bytes": used.ru_maxrss * 1024,  # Linux counts in KiB
-        "scales": [asdict(scale) for scale in found.scales],
-        "failures": {},
-    }
+    return new_row(
+        name,
+        machine=capability("cpu"),
+        memory=found.memory,
+        notes=found.notes,
+        seconds=seconds,
+        processor_seconds=used.ru_utime + used.ru_stime,
+        peak_bytes=used.ru_maxrss * 1024,  # Linux counts in KiB
+        scales=[asdict(scale) for scale in found.scales],
+    )
 
 
 def brief(row: Row) -> str:
@@ -115,8 +101,8 @@ def _lines(row: Row) -> list[list[str]]:
     return lines
 
 
-def write(rows: Sequence[Row], folder: Path) -> str:
-    """Writes the tables and their rows to `folder`; returns the text."""
+def text(rows: Sequence[Row], _: Setting, __: str) -> str:
+    """The page; each row says where it was planned."""
     done = [row for row in rows if not row["failures"]]
     cost = [
         [
@@ -135,33 +121,18 @@ def write(rows: Sequence[Row], folder: Path) -> str:
         report.markdown(COST, cost),
         "\n".join(failures(rows)),
     ]
-    text = "\n\n".join(part for part in parts if part) + "\n"
-    report.write(folder / STEM, text, {"models": list(rows)})
-    return text
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Plans what is asked and not yet there; 1 if a plan failed."""
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
-    parser.add_argument("--one", choices=CASES, help="one case, as a line of JSON")
-    parser.add_argument("--again", action="store_true", help="plan what is there, too")
-    parser.add_argument("--out", type=Path, default=report.RESULTS)
-    chosen: Any = parser.parse_args(arguments)
-    if chosen.one:
-        print(json.dumps(measured(chosen.one)))
-        return 0
-    text = fill(
-        list(CASES),
-        chosen.out / STEM,
-        take=partial(in_a_process, module=MODULE, limit=LIMIT_S),
-        write=write,
-        brief=brief,
-        again=chosen.again,
-    )
-    print(text)
-    rows = json.loads((chosen.out / STEM).with_suffix(".json").read_text())["models"]
-    return int(any(row["failures"] for row in rows))
-
+TABLE = ModelTable(
+    "meshes",
+    lambda _: [*CASES],
+    measured,
+    text,
+    brief,
+    limit=LIMIT_S,
+    anywhere=False,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(TABLE.main())

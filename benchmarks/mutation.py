@@ -33,8 +33,8 @@ import torch
 
 from . import report
 from .mutants import Mutant, mutants, put_in_place, watch
+from .report import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("autoamp/place", "autoamp/rewrite", "autoamp/check", "autoamp/pipeline")
 TESTS = ("tests/place", "tests/rewrite", "tests/check", "tests/pipeline")
 """The folders of the tests whose subject these layers are."""

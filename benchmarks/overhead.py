@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +20,10 @@ from torch import Tensor, nn
 import autoamp
 
 from . import report
-from .bytes_step import BF16
-from .capability import capability
-from .processes import commit
-from .timing import interleaved
+from .report import Data
+from .timing import interleaved, repeated
+from .ways import BF16
 
-STEM = "overhead"
 CALLS = 300
 """Calls timed at once."""
 
@@ -104,40 +100,27 @@ def microseconds(what: str) -> dict[str, float]:
     model = mlp()
     calls = {way: call_of(what, way, model) for way in WAYS}
     for call in calls.values():
-        for _ in range(WARM_UP):
-            call()
-    steps = {way: partial(_repeated, call) for way, call in calls.items()}
+        repeated(call, WARM_UP)
+    steps = {way: partial(repeated, call, CALLS) for way, call in calls.items()}
     taken = interleaved(steps, ROUNDS)
     return {way: min(times) / CALLS * 1e6 for way, times in taken.items()}
 
 
-def _repeated(call: Callable[[], None]) -> None:
-    for _ in range(CALLS):
-        call()
-
-
-def table(found: dict[str, dict[str, float]]) -> str:
-    """The Markdown table, a row for each of `WHAT`."""
-    rows = [
-        [what, *(f"{each[way]:.0f}" for way in WAYS)] for what, each in found.items()
-    ]
-    return report.markdown(["a call", *(f"{way}, us" for way in WAYS)], rows)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Times all calls, and writes and prints the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead")
-    parser.add_argument("--out", type=Path, default=report.RESULTS)
-    options = parser.parse_args(arguments)
+def measure(_: argparse.Namespace) -> Data:
+    """The times of all calls."""
     torch.set_num_threads(1)
-    found = {what: microseconds(what) for what in WHAT}
-    head = f"{capability('cpu')}; commit {commit()}"
-    text = "\n".join([head, "", NOTE, "", table(found), ""])
-    data: dict[str, Any] = {"capability": capability("cpu"), "microseconds": found}
-    report.write(options.out / STEM, text, data)
-    print(text)
-    return 0
+    return {"microseconds": {what: microseconds(what) for what in WHAT}}
 
+
+def text(data: Data) -> str:
+    """The page, a row for each of `WHAT`."""
+    found = data["microseconds"].items()
+    rows = [[what, *(f"{each[way]:.0f}" for way in WAYS)] for what, each in found]
+    header = ["a call", *(f"{way}, us" for way in WAYS)]
+    return report.page(data, NOTE, report.markdown(header, rows))
+
+
+TABLE = report.Table("overhead", measure, text)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(TABLE.main())

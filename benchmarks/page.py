@@ -14,8 +14,8 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,10 @@ from torch import nn
 import autoamp
 from autoamp.inspect.report import Report
 
-from . import report
+from . import models, report
 from .browser import Browser, browsing, executable
-from .capability import capability
-from .pass_time import Chain
+from .models import Chain
+from .report import Data, option
 
 MOST_BYTES = 5_000_000
 MOST_FIRST_PAINT = 2.0
@@ -110,32 +110,12 @@ class Measured:
     all_open: float
     items: int
 
-    @property
-    def is_within(self) -> bool:
-        """Whether every figure is within its limit."""
-        return (
-            self.bytes < MOST_BYTES
-            and self.first_paint < MOST_FIRST_PAINT
-            and self.longest < MOST_OPENING
-        )
-
 
 def gpt2_report(layers: int) -> Report:
     """The report of a narrow GPT-2, whose graph has about 61 nodes per layer."""
-    import transformers
-
-    config = transformers.GPT2Config(
-        n_layer=layers,
-        n_embd=64,
-        n_head=4,
-        vocab_size=512,
-        n_positions=64,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return _reported(
-        transformers.GPT2LMHeadModel(config), torch.randint(0, 512, (2, 16))
-    )
+    size = {"n_embd": 64, "n_head": 4, "vocab_size": 512, "n_positions": 64}
+    model = models.gpt2(dropout=True, n_layer=layers, use_cache=True, **size)
+    return _reported(model, torch.randint(0, 512, (2, 16)))
 
 
 def flat_report(ops: int) -> Report:
@@ -185,71 +165,66 @@ def _first_view(browser: Browser, path: Path) -> tuple[float, float]:
     return browser.run(_PAINT) / 1e3, browser.run(_DRAWN) / 1e3
 
 
-def _row(each: Measured) -> tuple[str, ...]:
-    return (
-        each.name,
-        f"{each.nodes:,}",
-        f"{each.bytes / 1e6:.2f}",
-        f"{each.writing:.1f}",
-        f"{each.first_paint:.2f}",
-        f"{each.drawn:.2f}",
-        f"{each.opening:.3f}",
-        f"{each.longest:.3f}",
-        str(each.opened),
-        f"{each.all_open:.2f}",
-        f"{each.items:,}",
-    )
-
-
 HEADER = (
-    "graph",
-    "nodes",
-    "page MB",
-    "to_html s",
-    "first paint s",
-    "drawn s",
-    "open a module s",
-    "longest s",
-    "modules opened",
-    "expand all s",
-    "items then",
+    *("graph", "nodes", "page MB", "to_html s", "first paint s", "drawn s"),
+    *("open a module s", "longest s", "modules opened", "expand all s", "items then"),
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table and writes it; 1 if a limit is passed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.page")
-    parser.add_argument("--quick", action="store_true", help="small graphs")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=report.RESULTS)
-    options = parser.parse_args(arguments)
-    layers, ops = (2, 200) if options.quick else (49, 3000)
-    models: dict[str, Callable[[], Report]] = {
-        f"gpt2, {layers} layers": lambda: gpt2_report(layers),
-        "no modules": lambda: flat_report(ops),
+def _row(page: Data) -> tuple[str, ...]:
+    return (
+        page["name"],
+        f"{page['nodes']:,}",
+        f"{page['bytes'] / 1e6:.2f}",
+        f"{page['writing']:.1f}",
+        *(f"{page[key]:.2f}" for key in ("first_paint", "drawn")),
+        *(f"{page[key]:.3f}" for key in ("opening", "longest")),
+        str(page["opened"]),
+        f"{page['all_open']:.2f}",
+        f"{page['items']:,}",
+    )
+
+
+def measure_all(given: argparse.Namespace) -> Data:
+    """The figures of both pages."""
+    layers, ops = (2, 200) if given.quick else (49, 3000)
+    made = {
+        f"gpt2, {layers} layers": partial(gpt2_report, layers),
+        "no modules": partial(flat_report, ops),
     }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "page.html"
         found = [
-            measure(name, make(), path, options.repeats)
-            for name, make in models.items()
+            asdict(measure(name, make(), path, given.repeats))
+            for name, make in made.items()
         ]
-    within = all(each.is_within for each in found)
+    busy = f"Load average of the {os.cpu_count()} cores then: {os.getloadavg()[0]:.1f}."
+    note = f"{_version()}, headless, 1440 x 900"
+    return {"note": note, "repeats": given.repeats, "busy": busy, "pages": found}
+
+
+def is_within(data: Data) -> bool:
+    """Whether every figure is within its limit."""
+    return all(
+        page["bytes"] < MOST_BYTES
+        and page["first_paint"] < MOST_FIRST_PAINT
+        and page["longest"] < MOST_OPENING
+        for page in data["pages"]
+    )
+
+
+def text(data: Data) -> str:
+    """The page of results."""
     verdict = (
         f"Limits: {MOST_BYTES / 1e6:.0f} MB, first paint {MOST_FIRST_PAINT} s, opening "
         f"a module {MOST_OPENING} s (the longest). "
-        f"{'Held' if within else 'NOT held'}.\n"
-        f"First paint and drawn: medians of {options.repeats} fresh browsers, from the "
-        "start of the navigation. Opening: for each module the median of three."
+        f"{'Held' if is_within(data) else 'NOT held'}.\n"
+        f"First paint and drawn: medians of {data['repeats']} fresh browsers, from the "
+        "start of the navigation. Opening: for each module the median of three.\n"
+        f"{data['busy']}"
     )
-    where = f"{capability('cpu')}; {_version()}, headless, 1440 x 900"
-    table = report.markdown(HEADER, [_row(each) for each in found])
-    busy = f"Load average of the {os.cpu_count()} cores then: {os.getloadavg()[0]:.1f}."
-    text = "\n\n".join([where, table, f"{verdict}\n{busy}"]) + "\n"
-    data = {"capability": where, "pages": [asdict(each) for each in found]}
-    report.write(options.out / "page", text, data)
-    print(text)
-    return 0 if within else 1
+    table = report.markdown(HEADER, [_row(each) for each in data["pages"]])
+    return report.page(data, table, verdict)
 
 
 def _version() -> str:
@@ -262,5 +237,13 @@ def _version() -> str:
     return done.stdout.strip()
 
 
+TABLE = report.Table(
+    "page",
+    measure_all,
+    text,
+    options=(report.QUICK, option("--repeats", 5, "fresh browsers")),
+    good=is_within,
+)
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(TABLE.main())

@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,12 +23,10 @@ from tests.distributed.ranks import Ranks
 from tests.distributed.traffic import wire
 
 from . import report
-from .bytes_step import BF16
-from .capability import capability
-from .processes import commit
+from .report import Data, option
 from .timing import interleaved, keep_freed_memory
+from .ways import BF16
 
-STEM = "parallel"
 WORLD, WARM_UP, ROUNDS = 2, 3, 9
 WAYS = ("fp32", "autocast", "autoamp bf16", "autoamp bf16, low sums")
 LOW_SUMS = {"allow": ["autoamp::redistribute", "autoamp::from_local"]}
@@ -111,31 +107,10 @@ def measure(_: int, size: Size, sequences: bool) -> dict[str, dict[str, float]]:
     return {"seconds": seconds, "sent": sent}
 
 
-def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
-    """The Markdown table, two rows for each layout of the model."""
-    rows = []
-    for name, each in found.items():
-        seconds, sent = each.get("seconds"), each["sent"]
-        traffic = [f"{sent[way]:.1f} ({sent[way] / sent['fp32']:.2f})" for way in WAYS]
-        if seconds is not None:
-            times = [f"{seconds[way] / seconds['autocast']:.2f}" for way in WAYS]
-            rows.append([f"{name}: time, of autocast's", *times])
-        rows.append([f"{name}: kB sent (of fp32's)", *traffic])
-    return report.markdown(["", *WAYS], rows)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs all, and writes and prints the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.parallel")
-    parser.add_argument("--out", type=Path, default=report.RESULTS)
-    parser.add_argument(
-        "--bytes",
-        action="store_true",
-        help="count bytes alone, as for a CPU without 16-bit units",
-    )
-    options = parser.parse_args(arguments)
-    size = COUNTED if options.bytes else TIMED
-    found: dict[str, Any] = {}
+def measure_all(given: argparse.Namespace) -> Data:
+    """The figures of both layouts, from the first of two ranks."""
+    size = COUNTED if given.bytes else TIMED
+    found = {}
     for name, sequences in (("sequences whole", False), ("sequences in parts", True)):
         ranks = Ranks(WORLD)
         # The slowest rank is the step's time; both wait for each other.
@@ -143,14 +118,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ranks.close()
         found[name] = first
         print(f"{name}: {first}", flush=True)
-    head = f"{capability('cpu')}; commit {commit()}"
-    timed = f", and its time: the median of {ROUNDS} interleaved rounds"
-    note = NOTE.format("" if options.bytes else timed, **asdict(size))
-    text = "\n".join([head, "", note, "", table(found), ""])
-    report.write(options.out / STEM, text, {"capability": head, "found": found})
-    print(text)
-    return 0
+    return {"found": found}
 
+
+def text(data: Data) -> str:
+    """The page, two rows for each layout of the model."""
+    rows, timed = [], False
+    for name, each in data["found"].items():
+        seconds, sent = each.get("seconds"), each["sent"]
+        traffic = [f"{sent[way]:.1f} ({sent[way] / sent['fp32']:.2f})" for way in WAYS]
+        if seconds is not None:
+            timed = True
+            times = [f"{seconds[way] / seconds['autocast']:.2f}" for way in WAYS]
+            rows.append([f"{name}: time, of autocast's", *times])
+        rows.append([f"{name}: kB sent (of fp32's)", *traffic])
+    said = f", and its time: the median of {ROUNDS} interleaved rounds" * timed
+    note = NOTE.format(said, **asdict(TIMED if timed else COUNTED))
+    return report.page(data, note, report.markdown(["", *WAYS], rows))
+
+
+TABLE = report.Table(
+    "parallel",
+    measure_all,
+    text,
+    options=(
+        option(
+            "--bytes",
+            False,
+            "count bytes alone, as for a CPU without 16-bit units",
+            action="store_true",
+        ),
+    ),
+)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(TABLE.main())

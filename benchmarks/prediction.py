@@ -9,33 +9,24 @@ pair of ways have the same order as the clock.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-
-import torch
-from torch import nn
 
 import autoamp
 
-from . import report, step_times, turns
-from .bytes_models import PAPER, WRITTEN
+from . import processes, report, training, turns
 from .metrics import ModelCase, to_device
-from .processes import commit
-from .ratios import Row
+from .models import MICRO
+from .processes import Row, new_row
 from .setting import Setting
-from .step_times import CPU_BF16, QUICK_ROUNDS
+from .step_times import QUICK_ROUNDS
 from .timing import interleaved
-from .training import case_in
-from .training import names as names_in
+from .ways import CPU_BF16, Prepared, Step, prepared
 
-STEM = "prediction"
 ROUNDS = 9
 WAYS = ("fp32", "autocast", "autoamp")
-CASES = (*PAPER, *WRITTEN)
 HEADER = ("model", *(f"{way}: ms, predicted, ratio" for way in WAYS), "pairs in order")
 WITHIN = 0.3
 
@@ -45,33 +36,15 @@ the ratio of the two. "Pairs in order": of the
 pairs of ways whose measured times differ by 5 % or more, those whose predicted times
 are in the same order. Least of {rounds} interleaved rounds."""
 
-Call = Callable[[], None]
-
 
 def names(setting: Setting) -> list[str]:
     """The models that are measured in a setting."""
-    return names_in(setting) if setting.full_size else [case.name for case in CASES]
+    return [name for name in training.names(setting) if name != MICRO.name]
 
 
-def calls(case: ModelCase, setting: Setting) -> dict[str, Call]:
-    """Forward and backward of a model, run each way."""
-
-    def call(model: nn.Module, *, autocast: bool) -> None:
-        args, kwargs = copy.copy(batch)
-        with torch.autocast(setting.device, setting.low, enabled=autocast):
-            output = model(*args, **kwargs)
-        case.loss(output).backward()
-        model.zero_grad(set_to_none=True)
-
-    batch = to_device(case.inputs(0), setting.device)
-    plain = case.model().train().to(setting.device)
-    converted = case.model().train().to(setting.device)
-    autoamp.convert(converted, precision=setting.precision)
-    return {
-        "fp32": partial(call, plain, autocast=False),
-        "autocast": partial(call, plain, autocast=True),
-        "autoamp": partial(call, converted, autocast=False),
-    }
+def _forward_and_backward(case: ModelCase, ready: Prepared) -> None:
+    case.loss(ready.forward()).backward()
+    ready.model.zero_grad(set_to_none=True)
 
 
 def measured(name: str, setting: Setting = CPU_BF16) -> Row:
@@ -80,33 +53,34 @@ def measured(name: str, setting: Setting = CPU_BF16) -> Row:
     Raises:
         RuntimeError: no time is predicted on the device.
     """
-    case = case_in(setting, name)
+    case = training.case_in(setting, name)
     args, kwargs = to_device(case.inputs(0), setting.device)
     options = {"precision": setting.precision}
-    model = case.model().train().to(setting.device)
+    model = case.model().to(setting.device)
     found = autoamp.explain(model, *args, options=options, **kwargs).headline
     predicted = found.seconds_fp32, found.seconds_autocast, found.seconds
     if None in predicted:
         message = f"no time is predicted in {setting.precision} on {setting.device}"
         raise RuntimeError(message)
-    ways = calls(case, setting)
-    for call in ways.values():
+    as_by_default = {"do_no_harm": True, "strict": False}
+    calls: dict[str, Step] = {
+        way: partial(
+            _forward_and_backward, case, prepared(case, way, setting, **as_by_default)
+        )
+        for way in WAYS
+    }
+    for call in calls.values():
         call()
         call()
     if turns.wait():
-        for call in ways.values():  # their memory went back to the device
+        for call in calls.values():  # their memory went back to the device
             call()
-    times = interleaved(ways, _rounds(setting), setting.device)
-    return {
-        "name": name,
-        "commit": commit(),
-        "device": found.device,
-        "ways": {
-            way: {"predicted": seconds, "seconds": min(times[way])}
-            for way, seconds in zip(WAYS, predicted, strict=True)
-        },
-        "failures": {},
+    times = interleaved(calls, _rounds(setting), setting.device)
+    ways = {
+        way: {"predicted": seconds, "seconds": min(times[way])}
+        for way, seconds in zip(WAYS, predicted, strict=True)
     }
+    return new_row(name, device=found.device, ways=ways)
 
 
 def _rounds(setting: Setting) -> int:
@@ -134,13 +108,13 @@ def ordered(row: Row) -> tuple[int, int]:
     return right, every
 
 
-def write(rows: Sequence[Row], folder: Path, setting: Setting = CPU_BF16) -> str:
-    """Writes the table and its rows to `folder`; returns the text."""
-    lines, off = [], []
-    for row in rows:
-        cells = [_cell(row, way) for way in WAYS]
-        lines.append([row["name"], *cells, "{} of {}".format(*ordered(row))])
-        off += _ratios(row).values()
+def text(rows: Sequence[Row], setting: Setting, machine: str) -> str:
+    """The page."""
+    lines = [
+        [row["name"], *(_cell(row, w) for w in WAYS), "{} of {}".format(*ordered(row))]
+        for row in rows
+    ]
+    off = [ratio for row in rows for ratio in _ratios(row).values()]
     near = sum(1 - WITHIN <= ratio <= 1 + WITHIN for ratio in off)
     right, every = (sum(each) for each in zip((0, 0), *map(ordered, rows), strict=True))
     mean = f"{statistics.geometric_mean(off):.2f}" if off else "unknown"
@@ -152,10 +126,7 @@ def write(rows: Sequence[Row], folder: Path, setting: Setting = CPU_BF16) -> str
     if setting.device != "cpu":
         by = "by the prices that\n`convert` uses on this device"
     note = NOTE.format(precision=setting.precision, by=by, rounds=_rounds(setting))
-    tables = [report.markdown(HEADER, lines), said]
-    return step_times.write_text(
-        folder / setting.stem(STEM), rows, note, tables, setting
-    )
+    return processes.page(rows, machine, note, report.markdown(HEADER, lines), said)
 
 
 def _cell(row: Row, way: str) -> str:
@@ -166,17 +137,7 @@ def _cell(row: Row, way: str) -> str:
     return f"{taken:.0f}, {predicted:.0f}, {predicted / taken:.2f}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Times what is asked and not yet there; 1 if a way to run a model failed."""
-    return step_times.run(
-        "benchmarks.prediction",
-        arguments,
-        names=names,
-        measured=measured,
-        write=write,
-        brief=brief,
-    )
-
+TABLE = processes.ModelTable("prediction", names, measured, text, brief)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(TABLE.main())

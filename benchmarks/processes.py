@@ -1,54 +1,46 @@
-"""Rows of a table, each measured in a process of its own and kept as soon as it is."""
+"""Tables of models, each measured in a process of its own and kept as soon as it is."""
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
-import shutil
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.progress import track
 
-from .ratios import Row
+from . import report
+from .report import commit
+from .setting import Setting, add_arguments, capability, setting_of
 
-ROOT = Path(__file__).parents[1]
 LIMIT_S = 900
 """Seconds that all ways of one model may take together."""
 
-
-def said(error: BaseException) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+Row = dict[str, Any]
+"""A model's name, its figures way by way, and the errors of the ways that failed."""
 
 
-COMMIT = "BENCHMARK_COMMIT"
-"""The variable that names the commit where files were copied without their history."""
+def new_row(name: str, **more: Any) -> Row:
+    """A row without figures."""
+    return {"name": name, "commit": commit(), "ways": {}, "failures": {}, **more}
 
 
-def commit() -> str:
-    """The commit checked out, with "+" where what is measured differs from it."""
-    if given := os.environ.get(COMMIT):
-        return given
-    if shutil.which("git") is None:
-        return "unknown"
+def ratio(row: Row, kind: str) -> float | None:
+    """Autoamp's figure over autocast's; None where one is missing or 0."""
+    ours, theirs = (row["ways"].get(w, {}).get(kind) for w in ("autoamp", "autocast"))
+    return ours / theirs if ours and theirs else None
 
-    def git(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["git", *words],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
 
-    found = git("rev-parse", "--short", "HEAD").stdout.strip()
-    if not found:
-        return "unknown"
-    counted = ("autoamp", "rules", "benchmarks/*.py", "tests/zoo")
-    return found + "+" * (git("diff", "--quiet", "HEAD", "--", *counted).returncode > 0)
+def mean(rows: Sequence[Row], kind: str) -> float | None:
+    """The geometric mean of the ratios that there are; None of none."""
+    found = [value for row in rows if (value := ratio(row, kind)) is not None]
+    return statistics.geometric_mean(found) if found else None
 
 
 def in_a_process(
@@ -56,52 +48,17 @@ def in_a_process(
 ) -> Row:
     """`python -m MODULE --one NAME`: whatever happens to it, a row comes back."""
     command = [sys.executable, "-m", module, "--one", name, *arguments]
-    failed: Row = {"name": name, "commit": commit(), "ways": {}}
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=limit, check=False
         )
     except subprocess.TimeoutExpired:
-        return {**failed, "failures": {"all": f"it took more than {limit:g} s"}}
+        return new_row(name, failures={"all": f"it took more than {limit:g} s"})
     if done.returncode == 0:
         row: Row = json.loads(done.stdout.splitlines()[-1])
         return row
     last = (done.stderr.strip() or "no message").splitlines()[-1][:200]
-    return {**failed, "failures": {"all": f"exit {done.returncode}: {last}"}}
-
-
-def fill(
-    names: Sequence[str],
-    stem: Path,
-    *,
-    take: Callable[[str], Row],
-    write: Callable[[Sequence[Row], Path], str],
-    brief: Callable[[Row], str],
-    again: bool = False,
-) -> str:
-    """Measures the models named that `stem`.json has no whole row of.
-
-    The results are written after every model, so that a run that was ended goes on
-    where it was.  A row of which a way failed is measured anew.
-
-    Args:
-        take: measures one model.
-        write: writes rows to a folder, and returns the table.
-        brief: a row in one line, for the terminal.
-        again: models are measured that have a row.
-
-    Returns:
-        The table.
-    """
-    path = stem.with_suffix(".json")
-    rows, done = kept(path), finished(path)
-    todo = [name for name in names if again or name not in done]
-    text = ""
-    for name in track(todo, stem.name):
-        rows[name] = take(name)
-        print(f"{name}: {brief(rows[name])}", flush=True)
-        text = write(list(rows.values()), stem.parent)
-    return text or write(list(rows.values()), stem.parent)
+    return new_row(name, failures={"all": f"exit {done.returncode}: {last}"})
 
 
 def kept(path: Path) -> dict[str, Row]:
@@ -128,3 +85,105 @@ def failures(rows: Sequence[Row]) -> list[str]:
 def commits(rows: Sequence[Row]) -> str:
     """The commits that rows were measured at."""
     return ", ".join(sorted({row["commit"] for row in rows}))
+
+
+def page(rows: Sequence[Row], machine: str, *parts: str) -> str:
+    """A page: where and when its rows were measured, its parts, and what failed."""
+    head = f"{machine}; commit {commits(rows)}"
+    text = "\n\n".join([head, *parts, "\n".join(failures(rows))])
+    return text.rstrip() + "\n"
+
+
+@dataclass(frozen=True)
+class ModelTable:
+    """A table with a row for each model.
+
+    Attributes:
+        name: the name of its module, and the start of the names of its files.
+        names: the models of a setting; all are measured where none is named.
+        measured: measures one model in a setting, in this process.
+        text: the page of rows that were measured in a setting, on a machine.
+        brief: a row in one line, for the terminal.
+        plot: the rows as an SVG, if there is one.
+        limit: seconds that a model may take.
+        anywhere: whether the table can be told a device, a precision and `--quick`.
+    """
+
+    name: str
+    names: Callable[[Setting], Sequence[str]]
+    measured: Callable[[str, Setting], Row]
+    text: Callable[[Sequence[Row], Setting, str], str]
+    brief: Callable[[Row], str]
+    plot: Callable[[Sequence[Row]], str] | None = None
+    limit: float = LIMIT_S
+    anywhere: bool = True
+
+    def write(self, rows: Sequence[Row], folder: Path, setting: Setting) -> str:
+        """Writes the page, its rows and its plot to `folder`; returns the page."""
+        machine, stem = capability(setting.device), folder / setting.stem(self.name)
+        text = self.text(rows, setting, machine)
+        report.write(stem, text, {"capability": machine, "models": list(rows)})
+        if self.plot is not None:
+            report.put(stem.with_suffix(".svg"), self.plot(rows))
+        return text
+
+    def fill(
+        self,
+        names: Sequence[str],
+        folder: Path,
+        setting: Setting,
+        take: Callable[[str], Row],
+        *,
+        again: bool = False,
+    ) -> str:
+        """Measures the models named of which `folder` has no whole row; the page.
+
+        The results are written after every model, so that a run that was ended goes on
+        where it was.  A row of which a way failed is measured anew.
+
+        Args:
+            take: measures one model.
+            again: models are measured that have a row.
+        """
+        path = folder / f"{setting.stem(self.name)}.json"
+        rows, done = kept(path), finished(path)
+        text = ""
+        todo = [name for name in names if again or name not in done]
+        for name in track(todo, path.stem):
+            rows[name] = take(name)
+            print(f"{name}: {self.brief(rows[name])}", flush=True)
+            text = self.write(list(rows.values()), folder, setting)
+        return text or self.write(list(rows.values()), folder, setting)
+
+    def parser(self) -> argparse.ArgumentParser:
+        """What the command can be told."""
+        parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{self.name}")
+        if self.anywhere:
+            add_arguments(parser)
+        parser.add_argument("names", nargs="*", help="models (all)")
+        parser.add_argument("--again", action="store_true", help="finished models too")
+        parser.add_argument("--out", type=Path, default=report.RESULTS)
+        parser.add_argument("--one", metavar="NAME", help="one model, printed as JSON")
+        parser.add_argument(
+            "--limit", type=float, default=self.limit, help="seconds a model"
+        )
+        return parser
+
+    def main(self, arguments: Sequence[str] | None = None) -> int:
+        """Measures what is asked and not yet there; 1 if a way failed."""
+        parser = self.parser()
+        return self.run(parser, parser.parse_args(arguments))
+
+    def run(self, parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
+        """As `main`, for arguments that were read."""
+        setting = setting_of(parser, given) if self.anywhere else Setting()
+        if given.one:
+            print(json.dumps(self.measured(given.one, setting)))
+            return 0
+        where = setting.arguments() if self.anywhere else []
+        module = f"benchmarks.{self.name}"
+        take = partial(in_a_process, module=module, arguments=where, limit=given.limit)
+        names = given.names or self.names(setting)
+        print(self.fill(names, given.out, setting, take, again=given.again))
+        rows = kept(given.out / f"{setting.stem(self.name)}.json").values()
+        return int(any(row["failures"] for row in rows))

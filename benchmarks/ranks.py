@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -25,13 +23,11 @@ from tests.distributed.ranks import Ranks
 from tests.distributed.traffic import counting
 
 from . import report
-from .bytes_models import case_of
-from .bytes_step import BF16
-from .capability import capability
-from .processes import commit
+from .models import case_of
+from .report import Data
 from .timing import interleaved, keep_freed_memory
+from .ways import BF16
 
-STEM = "ranks"
 WORLD, WARM_UP, ROUNDS = 2, 4, 12
 MODELS = {"gpt2": "GPT2Block", "llama": "LlamaDecoderLayer"}
 """Names of the models of `benchmarks.bytes`, and the class of their blocks."""
@@ -90,24 +86,9 @@ def measure(rank: int, name: str, wrap: str) -> dict[str, dict[str, float]]:
     return {"seconds": seconds, "gathered": gathered}
 
 
-def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
-    """The Markdown table, a row for each model and wrapper."""
-    rows = []
-    for name, each in found.items():
-        seconds, gathered = each["seconds"], each["gathered"]
-        shares = [f"{seconds[way] / seconds['autocast']:.2f}" for way in WAYS]
-        traffic = [f"{gathered[way]:.1f}" if gathered[way] else "" for way in WAYS[::2]]
-        rows.append([name, f"{seconds['autocast'] * 1e3:.0f}", *shares, *traffic])
-    head = ["", "autocast, ms", *WAYS]
-    return report.markdown([*head, "gathered: fp32, MB", "autoamp bf16, MB"], rows)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs all, and writes and prints the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks")
-    parser.add_argument("--out", type=Path, default=report.RESULTS)
-    options = parser.parse_args(arguments)
-    found: dict[str, Any] = {}
+def measure_all(_: argparse.Namespace) -> Data:
+    """The figures of each model and wrapper, from the first of two ranks."""
+    found = {}
     for name in MODELS:
         for wrap in WRAPS:
             ranks = Ranks(WORLD)
@@ -116,12 +97,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ranks.close()
             found[f"{name}, {wrap}"] = first
             print(f"{name}, {wrap}: {first}", flush=True)
-    head = f"{capability('cpu')}; commit {commit()}"
-    text = "\n".join([head, "", NOTE, "", table(found), ""])
-    report.write(options.out / STEM, text, {"capability": head, "found": found})
-    print(text)
-    return 0
+    return {"found": found}
 
+
+def text(data: Data) -> str:
+    """The page, a row for each model and wrapper."""
+    rows = []
+    for name, each in data["found"].items():
+        seconds, gathered = each["seconds"], each["gathered"]
+        shares = [f"{seconds[way] / seconds['autocast']:.2f}" for way in WAYS]
+        traffic = [f"{gathered[way]:.1f}" if gathered[way] else "" for way in WAYS[::2]]
+        rows.append([name, f"{seconds['autocast'] * 1e3:.0f}", *shares, *traffic])
+    header = ["", "autocast, ms", *WAYS, "gathered: fp32, MB", "autoamp bf16, MB"]
+    return report.page(data, NOTE, report.markdown(header, rows))
+
+
+TABLE = report.Table("ranks", measure_all, text)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(TABLE.main())

@@ -1,18 +1,20 @@
-"""Where and in what precision a benchmark runs, and how that names its results."""
+"""The machine, device and precision of a benchmark, and the names of its results."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import platform
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from autoamp.dtypes import LOW_DTYPES
 
-from .capability import capability
-
 NO_GPU = "this machine has no GPU that torch can use"
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,8 @@ class Setting:
 
     @property
     def full_size(self) -> bool:
-        """Whether the models are those of `gpu_cases.py`, with `quick` small ones."""
+        """Whether models have the sizes for a GPU; small ones with `quick`."""
         return self.device != "cpu" or self.quick
-
-    @property
-    def capability(self) -> str:
-        """The line that says what machine the figures are from."""
-        return capability(self.device)
 
     def stem(self, base: str, *, precise: bool = True) -> str:
         """`base` followed by what is not as it is by default on a CPU.
@@ -51,7 +48,8 @@ class Setting:
         if precise and self != Setting(quick=self.quick):
             parts.append(self.precision)
         if self.device != "cpu":
-            parts.append(device_slug(self.device))
+            name = torch.cuda.get_device_properties(self.device).name
+            parts.append(re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-"))
         return "-".join([*parts, *["quick"] * self.quick])
 
     def arguments(self) -> list[str]:
@@ -79,9 +77,34 @@ def usable(device: str) -> bool:
     return device == "cpu" or torch.cuda.is_available()
 
 
-def device_slug(device: str) -> str:
-    """The name of a device as a part of a file's name: "nvidia-h100-80gb-hbm3"."""
+def capability(device: str) -> str:
+    """One line: the processor, its units for low precision, and the torch it ran."""
     if device == "cpu":
-        return device
-    name = torch.cuda.get_device_properties(device).name
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+        versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+        return f"{_cpu()}; {versions}"
+    properties = torch.cuda.get_device_properties(device)
+    units = {"fp16 tensor cores": 7, "bf16 tensor cores": 8}
+    low = [name for name, major in units.items() if properties.major >= major]
+    return (
+        f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
+        f"{properties.total_memory / 2**30:.0f} GiB, "
+        f"{', '.join(low) or 'no fp16 or bf16 tensor cores'}; "
+        f"{_cpu()}; torch {torch.__version__}, CUDA {torch.version.cuda}"
+    )
+
+
+def _cpu() -> str:
+    name, flags = platform.processor() or platform.machine(), set[str]()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                name = value.strip()
+            elif key.strip() in ("flags", "Features"):
+                flags = set(value.split())
+    known = [flag for flag in _CPU_FLAGS if flag in flags]
+    low = any("16" in flag for flag in known)
+    units = ", ".join(known) + ("" if low else ", no bf16 or fp16 units")
+    threads = torch.get_num_threads()
+    return f"{name}, {os.cpu_count()} cores ({units}), {threads} threads"

@@ -12,23 +12,19 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.progress import track
 
 from . import report
-from .capability import capability
-from .processes import commit
+from .report import ROOT, Data
 
-STEM = "short_programs"
-ROUNDS = 5
 PROGRAMS = ("digits", "lstm", "generate", "shapes", "agent")
-ROOT = Path(__file__).parents[1]
+ROUNDS = 5
+HEADER = ("program", "without, s", "with, s", "ratio", "numbers", "lines on stderr")
 
-NOTE = f"""\
-Seconds of whole processes, the median of {ROUNDS} rounds in which the two take turns,
+NOTE = """\
+Seconds of whole processes, the median of {} rounds in which the two take turns,
 and the median of the rounds' ratios. "same": both printed the same numbers, since the
 program was too short for a model to become hot."""
 
@@ -49,9 +45,9 @@ def run(program: str, enable: str) -> tuple[float, str, int]:
     return taken, done.stdout, len(said)
 
 
-def measured(program: str) -> dict[str, Any]:
+def measured(program: str, times: int) -> Data:
     """The row of one program."""
-    rounds = [(run(program, "0"), run(program, "1")) for _ in range(ROUNDS)]
+    rounds = [(run(program, "0"), run(program, "1")) for _ in range(times)]
     return {
         "program": program,
         "without": statistics.median(off[0] for off, _ in rounds),
@@ -62,8 +58,15 @@ def measured(program: str) -> dict[str, Any]:
     }
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The Markdown table."""
+def measure(given: argparse.Namespace) -> Data:
+    """The rows of the programs that are asked for."""
+    programs = [each for each in PROGRAMS if given.only in each]
+    rows = [measured(each, given.rounds) for each in track(programs, "programs")]
+    return {"rounds": given.rounds, "rows": rows}
+
+
+def text(data: Data) -> str:
+    """The page."""
     lines = [
         [
             row["program"],
@@ -73,25 +76,15 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             "same" if row["same"] else "other",
             str(row["lines"]),
         ]
-        for row in rows
+        for row in data["rows"]
     ]
-    heads = ["program", "without, s", "with, s", "ratio", "numbers", "lines on stderr"]
-    return report.markdown(heads, lines)
+    note = NOTE.format(data.get("rounds", ROUNDS))
+    return report.page(data, note, report.markdown(HEADER, lines))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Times all programs, and writes and prints the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.short_programs")
-    parser.add_argument("--out", type=Path, default=report.RESULTS)
-    options = parser.parse_args(arguments)
-    rows = [measured(each) for each in track(PROGRAMS, "short programs")]
-    head = f"{capability('cpu')}; commit {commit()}"
-    text = "\n".join([head, "", NOTE, "", table(rows), ""])
-    data: dict[str, Any] = {"capability": capability("cpu"), "rows": rows}
-    report.write(options.out / STEM, text, data)
-    print(text)
-    return 0
-
+TABLE = report.Table(
+    "short_programs", measure, text, options=(report.rounds(ROUNDS), report.ONLY)
+)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(TABLE.main())

@@ -13,11 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import report
-from .processes import commit
-from .setting import add_arguments, setting_of
+from .report import Data, commit
+from .setting import add_arguments, capability, setting_of
 
 STEM = "calibrate"
-ROOT = Path(__file__).parents[1]
+
+
+def text(data: Data) -> str:
+    """The page."""
+    command = f"`autoamp calibrate --device {data['device']}`:"
+    return report.page(data, command, f"```text\n{data['shown'].rstrip()}\n```")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,22 +32,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=report.RESULTS)
     given = parser.parse_args(arguments)
     setting = setting_of(parser, given)
-    command = ["calibrate", "--device", setting.device]
     done = subprocess.run(
-        [sys.executable, "-m", "autoamp", *command],
-        cwd=ROOT,
+        [sys.executable, "-m", "autoamp", "calibrate", "--device", setting.device],
+        cwd=report.ROOT,
         stdout=subprocess.PIPE,
         text=True,
         check=False,
     )
     print(done.stdout)
     if done.returncode == 0:
-        line = f"{setting.capability}; commit {commit()}"
-        said = f"`autoamp {' '.join(command)}`"
-        text = f"{line}\n\n{said}:\n\n```text\n{done.stdout.rstrip()}\n```\n"
-        stem = given.out / setting.stem(STEM, precise=False)
-        data = {"capability": line, "shown": done.stdout}
-        report.write(stem, text, data)
+        data = {"capability": capability(setting.device), "commit": commit()}
+        data |= {"device": setting.device, "shown": done.stdout}
+        report.write(given.out / setting.stem(STEM, precise=False), text(data), data)
     return done.returncode
 
 

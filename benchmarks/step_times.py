@@ -2,75 +2,32 @@
 
 from __future__ import annotations
 
-import argparse
-import copy
-import json
 import statistics
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
-from . import on_gpu, report, turns
+from . import report, turns
 from .bars import grouped, svg
-from .errors import Batch
-from .metrics import ModelCase
-from .processes import LIMIT_S, commit, commits, failures, fill, in_a_process, said
-from .ratios import Row
-from .setting import Setting, add_arguments, setting_of
-from .timing import interleaved, ratios
+from .processes import Row, new_row
+from .report import said
+from .setting import Setting
+from .timing import interleaved, ratios, repeated
+from .ways import CPU_BF16, Step
 
 BASELINE = "autocast"
 WARM_UP, FP16_WARM_UP = 3, 12
 ROUNDS, ROUNDS_ON_GPU, QUICK_ROUNDS = 11, 7, 3
 STEPS_ON_GPU = 4
 """Steps of a timed round on a GPU: nobody waits for it between them, as in training."""
-CPU_BF16 = Setting()
 
-Prepared = tuple[nn.Module, Callable[[], AbstractContextManager[Any]], Batch]
-"""The model to call, the context of its forward, and the batch it gets."""
-
-
-Step = Callable[[], None]
-
-
-def scaler_of(way: str, setting: Setting) -> torch.amp.GradScaler | None:
-    """The loss scaler that a way needs beside it: autocast's, in fp16."""
-    needed = way.startswith("autocast") and setting.precision == "fp16"
-    return torch.amp.GradScaler(setting.device) if needed else None
-
-
-def step_of(
-    case: ModelCase,
-    prepared: Prepared,
-    batches: int = 1,
-    scaler: torch.amp.GradScaler | None = None,
-) -> Step:
-    """A training step: forwards and backwards of `batches`, and a step of SGD."""
-    model, context, batch = prepared
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, foreach=True)
-    model.train()
-
-    def step() -> None:
-        for _ in range(batches):
-            args, kwargs = copy.copy(batch)
-            with context():
-                output = model(*args, **kwargs)
-            loss = case.loss(output)
-            (loss if scaler is None else scaler.scale(loss)).backward()
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
+SHOWN = 40
+"""The kernels that are kept by name, those that take longest."""
 
 
 def measured(
@@ -83,15 +40,15 @@ def measured(
     Args:
         steps: for each way the function that makes its step.
     """
-    row: Row = {"name": name, "commit": commit(), "ways": {}, "failures": {}}
+    row = new_row(name)
     ready, held = {}, {}
     for way, make in steps.items():
         try:
             torch.manual_seed(0)
-            before = on_gpu.allocated(setting.device)
+            before = _allocated(setting.device)
             warmed = partial(_warmed, make, warm_up(setting))
             ready[way] = turns.prepared_beside_others(warmed)
-            held[way] = on_gpu.allocated(setting.device) - before
+            held[way] = _allocated(setting.device) - before
         except Exception as error:  # noqa: BLE001 - the other ways are still timed
             traceback.print_exc()
             row["failures"][way] = said(error)
@@ -107,7 +64,7 @@ def measured(
     }
     if setting.device != "cpu":
         for way, step in ready.items():
-            counted = on_gpu.counted(step, held[way], setting.device)
+            counted = _counted(step, held[way], setting.device)
             row["ways"][way].update(counted)
     return row
 
@@ -116,12 +73,6 @@ def _warmed(make: Callable[[], Step], times: int) -> Step:
     step = make()
     repeated(step, times)
     return step
-
-
-def repeated(step: Step, times: int) -> None:
-    """Takes a step several times."""
-    for _ in range(times):
-        step()
 
 
 def steps_a_round(setting: Setting) -> int:
@@ -200,100 +151,75 @@ def _cell(found: Mapping[str, float], way: str) -> str:
     return f"{found[way]:.2f}" if way in found else "failed"
 
 
-def write(
-    stem: Path,
-    rows: Sequence[Row],
-    note: str,
-    tables: Sequence[str],
-    *,
-    title: str,
-    setting: Setting = CPU_BF16,
-) -> str:
-    """Writes tables as .md, rows as .json and a plot as .svg; returns the text."""
-    if setting.device != "cpu":
-        every = dict.fromkeys(way for row in rows for way in row["ways"])
-        tables = [*tables, GPU_NOTE, gpu_table(rows, [*every])]
-    text = write_text(stem, rows, note, tables, setting)
+def tables_of(rows: Sequence[Row], ways: Sequence[str], setting: Setting) -> list[str]:
+    """The table of times and, on a GPU, of what was counted there."""
+    return [table(rows, ways), *gpu_tables(rows, setting)]
+
+
+def gpu_tables(rows: Sequence[Row], setting: Setting) -> list[str]:
+    """What was counted on a GPU, if there was one."""
+    if setting.device == "cpu":
+        return []
+    every = dict.fromkeys(way for row in rows for way in row["ways"])
+    return [GPU_NOTE, gpu_table(rows, [*every])]
+
+
+def plotted(rows: Sequence[Row], title: str) -> str:
+    """The shares of the rows as an SVG."""
     drawn = {row["name"]: shares(row) for row in rows if shares(row)}
-    plots = [grouped(title, drawn)] if drawn else []
-    report.put(stem.with_suffix(".svg"), svg(plots))
-    return text
+    return svg([grouped(title, drawn)] if drawn else [])
 
 
-def write_text(
-    stem: Path,
-    rows: Sequence[Row],
-    note: str,
-    tables: Sequence[str],
-    setting: Setting,
-) -> str:
-    """Writes tables as .md and rows as .json; returns the text."""
-    head = f"{setting.capability}; commit {commits(rows)}"
-    parts = [head, "", note, *(line for each in tables for line in ("", each))]
-    text = "\n".join([*parts, "", *failures(rows)]).rstrip() + "\n"
-    data = {"capability": setting.capability, "models": list(rows)}
-    report.write(stem, text, data)
-    return text
-
-
-def run(
-    module: str,
-    arguments: Sequence[str] | None,
-    *,
-    names: Callable[[Setting], Sequence[str]],
-    measured: Callable[[str, Setting], Row],
-    write: Callable[[Sequence[Row], Path, Setting], str],
-    brief: Callable[[Row], str] = brief,
-) -> int:
-    """The command line of a benchmark; 1 if a way to run a model failed.
-
-    The benchmark is told where it runs, and in what precision.
-
-    Args:
-        module: what `python -m` is given.
-        names: the models of a setting; all are measured where none is named.
-        measured: measures one model in a setting, in this process.
-        write: writes rows to a folder, and returns the table.
-        brief: a row in one line, for the terminal.
-    """
-    parser = _parser(module)
-    add_arguments(parser)
-    given = parser.parse_args(arguments)
-    setting = setting_of(parser, given)
-    if given.one:
-        print(json.dumps(measured(given.one, setting)))
+def _allocated(device: str) -> int:
+    """Bytes of tensors on a GPU; 0 on a CPU, where nobody counts them."""
+    if device == "cpu":
         return 0
-    stem = given.out / setting.stem(module.rpartition(".")[2])
-    where = setting.arguments()
-    take = partial(in_a_process, module=module, arguments=where, limit=given.limit)
-
-    def written(rows: Sequence[Row], folder: Path) -> str:
-        return write(rows, folder, setting)
-
-    every = names(setting)
-    return _filled(given, every, stem, take=take, write=written, brief=brief)
+    torch.cuda.synchronize(device)
+    return torch.cuda.memory_allocated(device)
 
 
-def _parser(module: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"python -m {module}")
-    parser.add_argument("names", nargs="*", help="models (all)")
-    parser.add_argument("--again", action="store_true", help="finished models too")
-    parser.add_argument("--out", type=Path, default=report.RESULTS)
-    parser.add_argument("--one", metavar="NAME", help="one model, printed as JSON")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds a model")
-    return parser
+def _peak_bytes(step: Callable[[], None], device: str) -> int:
+    """Bytes that a step allocates at most at one time beside what was there."""
+    before = _allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
-def _filled(
-    given: argparse.Namespace,
-    every: Sequence[str],
-    stem: Path,
-    *,
-    take: Callable[[str], Row],
-    write: Callable[[Sequence[Row], Path], str],
-    brief: Callable[[Row], str],
-) -> int:
-    wanted, again = given.names or every, given.again
-    print(fill(wanted, stem, take=take, write=write, brief=brief, again=again))
-    rows = json.loads(stem.with_suffix(".json").read_text())["models"]
-    return int(bool(failures(rows)))
+def _kernels(step: Callable[[], None], device: str) -> dict[str, Any]:
+    """The kernels of a step: how many, the seconds they run, and the longest by name.
+
+    Copies and fills of memory count as kernels.
+    """
+    torch.cuda.synchronize(device)
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as taken:
+        step()
+        torch.cuda.synchronize(device)
+    calls, seconds = Counter[str](), Counter[str]()
+    for event in taken.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            calls[event.name] += 1
+            seconds[event.name] += event.self_device_time_total / 1e6
+    longest = [
+        {"name": name[:160], "calls": calls[name], "seconds": round(each, 7)}
+        for name, each in seconds.most_common(SHOWN)
+    ]
+    return {
+        "kernels": calls.total(),
+        "busy": seconds.total(),
+        "longest": longest,
+    }
+
+
+def _counted(step: Callable[[], None], held: int, device: str) -> dict[str, Any]:
+    """The memory and the kernels of a step, as the rows of the tables hold them.
+
+    `held` is the bytes that its way keeps between steps.
+    """
+    found = {"held": held, "peak": _peak_bytes(step, device)}
+    try:
+        return found | _kernels(step, device)
+    except RuntimeError:  # a machine may forbid its counters
+        traceback.print_exc()
+        return found

@@ -67,3 +67,14 @@ def keep_freed_memory() -> bool:
 def _drain(device: str) -> None:
     if device != "cpu":
         torch.cuda.synchronize(device)
+
+
+def repeated(step: Callable[[], None], times: int) -> None:
+    """Takes a step several times."""
+    for _ in range(times):
+        step()
+
+
+def quartiles(one: list[float], other: list[float]) -> list[float]:
+    """The quartiles of the ratios of two series, round by round."""
+    return statistics.quantiles([a / b for a, b in zip(one, other, strict=True)], n=4)

@@ -16,8 +16,8 @@ from typing import TypeVar
 
 import torch
 
-from .processes import ROOT, commit
-from .ratios import Row
+from .processes import Row, new_row
+from .report import ROOT
 
 WAITS = "BENCHMARK_WAITS"
 """The variable by which a process is told to wait for its turn."""
@@ -137,8 +137,7 @@ class Beside:
         return row
 
     def _failed(self, why: str) -> Row:
-        name = self.job.name
-        return {"name": name, "commit": commit(), "ways": {}, "failures": {"all": why}}
+        return new_row(self.job.name, failures={"all": why})
 
     def end(self) -> None:
         """Kills it, if it runs."""

@@ -11,7 +11,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.progress import track
@@ -19,7 +18,9 @@ from rich.progress import track
 from tests.zoo import BY_NAME
 
 from . import report
-from .capability import capability
+from .report import Data, said
+from .setting import capability
+from .zoo_errors import Pair
 from .zoo_measure import Row, measure
 
 _MASK = (
@@ -50,17 +51,14 @@ KNOWN: dict[tuple[str, str], str] = {
     ("gpt_neox", "saved bytes"): _MASK,
     ("mamba", "saved bytes"): _SCAN,
     ("bloom", "saved bytes"): _FUNCTION,
-    ("timm_coat", "saved bytes"): _EXACT_NORMS,
-    ("timm_convnext", "saved bytes"): _EXACT_NORMS,
-    ("timm_edgenext", "saved bytes"): _EXACT_NORMS,
-    ("timm_poolformer", "saved bytes"): _EXACT_NORMS,
-    ("timm_pvt", "saved bytes"): _EXACT_NORMS,
-    ("timm_swin", "saved bytes"): _EXACT_NORMS,
-    ("tv_convnext", "saved bytes"): _EXACT_NORMS,
-    ("tv_maxvit", "saved bytes"): _EXACT_NORMS,
-    ("tv_swin", "saved bytes"): _EXACT_NORMS,
-    ("tv_swin3d", "saved bytes"): _EXACT_NORMS,
-    ("tv_swin_v2", "saved bytes"): _EXACT_NORMS,
+    **{
+        (name, "saved bytes"): _EXACT_NORMS
+        for name in (
+            *("timm_coat", "timm_convnext", "timm_edgenext", "timm_poolformer"),
+            *("timm_pvt", "timm_swin", "tv_convnext", "tv_maxvit", "tv_swin"),
+            *("tv_swin3d", "tv_swin_v2"),
+        )
+    },
 }
 """Shortfalls we know of and keep, with the reason: (model, how the message begins)."""
 
@@ -78,22 +76,10 @@ def measure_named(name: str) -> Row:
 
 
 HEADER = (
-    "model",
-    "graphs (unchanged)",
-    "casts",
-    "autocast's",
-    "casts, inference",
-    "autocast's",
-    "flops low",
-    "bf16 output error",
-    "autocast's",
-    "bf16 gradient error",
-    "autocast's",
-    "fp16 gradient error",
-    "autocast's",
-    "worst error / limit",
-    "saved bytes",
-    "autocast's",
+    *("model", "graphs (unchanged)", "casts", "autocast's", "casts, inference"),
+    *("autocast's", "flops low", "bf16 output error", "autocast's"),
+    *("bf16 gradient error", "autocast's", "fp16 gradient error", "autocast's"),
+    *("worst error / limit", "saved bytes", "autocast's"),
 )
 
 
@@ -157,19 +143,18 @@ def notes(rows: Sequence[Row]) -> list[str]:
     return found + [f"- {s}" for row in rows for s in row.shortfalls]
 
 
-def write(rows: Sequence[Row], failures: dict[str, str], folder: Path | None) -> str:
-    """The table and its notes, written with their JSON to `folder` unless None."""
-    failed = [f"- {name} failed: {why}" for name, why in failures.items()]
-    lines = [capability("cpu"), "", summary(rows), "", table(rows), ""]
-    text = "\n".join([*lines, *notes(rows), *failed]) + "\n"
-    data: dict[str, Any] = {
-        "capability": capability("cpu"),
-        "models": [asdict(row) for row in rows],
-        "failures": failures,
-    }
-    if folder is not None:
-        report.write(folder / "zoo", text, data)
-    return text
+def text(data: Data) -> str:
+    """The page of what was measured."""
+    rows = [row_of(each) for each in data["models"]]
+    failed = [f"- {name} failed: {why}" for name, why in data["failures"].items()]
+    lines = [data["capability"], "", summary(rows), "", table(rows), ""]
+    return "\n".join([*lines, *notes(rows), *failed]) + "\n"
+
+
+def row_of(data: Data) -> Row:
+    """A row as JSON holds it."""
+    errors = {kind: Pair(**pair) for kind, pair in data["errors"].items()}
+    return Row(**{**data, "errors": errors})
 
 
 def main() -> int:
@@ -177,16 +162,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo")
     parser.add_argument("names", nargs="*", help="models of tests/zoo (all)")
     parser.add_argument("--out", type=Path, help="folder for the results")
-    options = parser.parse_args()
-    folder = options.out or (None if options.names else report.RESULTS)
+    given = parser.parse_args()
     rows: list[Row] = []
     failures: dict[str, str] = {}
-    for name in track(options.names or list(BY_NAME), "visiting the zoo"):
+    for name in track(given.names or list(BY_NAME), "visiting the zoo"):
         try:
             rows.append(measure_named(name))
         except Exception as error:  # noqa: BLE001 - one failing model must not hide the rest
-            failures[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-    print(write(rows, failures, folder))
+            failures[name] = said(error)
+    models = [asdict(row) for row in rows]
+    data = {"capability": capability("cpu"), "models": models, "failures": failures}
+    if given.out or not given.names:
+        report.write((given.out or report.RESULTS) / "zoo", text(data), data)
+    print(text(data))
     missed = [s for row in rows for s in unknown_shortfalls(row)]
     print(json.dumps({"models": len(rows), "missed": len(missed) + len(failures)}))
     return 1 if missed or failures else 0

@@ -16,7 +16,7 @@ import torch
 from _pytest.terminal import TerminalReporter
 
 from benchmarks import report
-from benchmarks.capability import capability
+from benchmarks.setting import capability
 from tests.conformance import table
 
 HERE = Path(__file__).parent

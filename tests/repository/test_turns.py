@@ -14,6 +14,7 @@ import torch
 
 from benchmarks import gpu, step_times, turns
 from benchmarks.setting import Setting
+from benchmarks.timing import repeated
 from benchmarks.turns import Job, rows
 
 MODULE = """
@@ -153,17 +154,9 @@ def row(name: str, failure: str = "") -> dict[str, Any]:
     }
 
 
-def test_a_table_of_a_gpu_shows_memory_and_kernels() -> None:
-    way = {"seconds": [0.1], "held": 2**20, "peak": 2**21, "kernels": 7, "busy": 0.05}
-    rows = [{"name": "net", "ways": {"autocast": way}, "failures": {}}]
-    shown = step_times.gpu_table(rows, ["autocast", "autoamp"])
-    assert "3, 7, 50.0" in shown
-    assert "failed" in shown
-
-
 def test_steps_of_a_round() -> None:
     taken: list[int] = []
-    step_times.repeated(lambda: taken.append(1), 3)
+    repeated(lambda: taken.append(1), 3)
     assert len(taken) == 3
     assert step_times.steps_a_round(Setting()) == 1
     assert step_times.steps_a_round(Setting("cuda")) > 1
