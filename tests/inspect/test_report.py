@@ -8,7 +8,6 @@ import itertools
 import json
 import linecache
 import re
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,12 +24,10 @@ from autoamp.errors import OptionError
 from autoamp.inspect import text
 from autoamp.inspect.changes import flip
 from autoamp.inspect.report import Report
-from autoamp.inspect.rows import ALL_FP32, OURS
+from autoamp.inspect.rows import OURS
 from autoamp.inspect.terminal import stayed_fp32
 from autoamp.inspect.text import FULL_WIDTH
-from autoamp.place.cost import price_graph
 from autoamp.place.policies import POLICIES, project
-from autoamp.place.problem import build_problem, promised_casts
 from autoamp.place.two_sides import Problem, energy
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.saved.rows import OpRow
@@ -115,23 +112,6 @@ def test_source_lines_are_lines_of_this_file() -> None:
     assert [r.module for r in rows if "linear" in r.op] == ["fc1", "fc2"]
 
 
-def test_counts_in_the_table_are_those_of_the_decisions() -> None:
-    report = net_report()
-    shown = {
-        line.split()[0]: tuple(map(int, re.findall(r" (\d+)(?= |$)", line)[:2]))
-        for line in report.full().splitlines()
-        if line.startswith(("allow ", "deny ", "infer ", "clear "))
-    }
-    decisions = report.rewritten[0].assignment.decisions.values()
-    counts = Counter((str(d.category), d.low) for d in decisions)
-    assert shown == {
-        category: (counts[category, True], counts[category, False])
-        for category in {str(d.category) for d in decisions}
-    }
-    low = sum(d.low for d in decisions)
-    assert f"{low} of {len(decisions)} float ops in bf16" in report.full()
-
-
 def test_casts_have_the_bytes_of_their_shapes() -> None:
     casts = {(c.kind, c.value): c for c in net_report().casts}
     assert casts["weight", "fc1_weight"].bytes == 16 * 8 * 2
@@ -140,14 +120,6 @@ def test_casts_have_the_bytes_of_their_shapes() -> None:
     assert casts["up", "relu"].bytes == 4 * 16 * 4
     assert not casts["weight", "fc1_weight"].every_call
     assert casts["down", "input_0"].every_call
-
-
-def test_casts_are_those_the_placement_needs() -> None:
-    report = net_report()
-    assignment = report.rewritten[0].assignment
-    needed = promised_casts(assignment.problem, assignment.low)
-    shown = [(c.value, "up" if c.kind == "up" else "down") for c in report.casts]
-    assert sorted(shown) == sorted(needed)
 
 
 # -- cost ------------------------------------------------------------------------------
@@ -166,39 +138,11 @@ def test_costs_are_energies_and_the_optimum_is_one() -> None:
         assert extra >= 0
 
 
-def test_estimates_hold_no_reward() -> None:
-    report = net_report()
-    (rewritten,) = report.rewritten
-    assignment, classified = rewritten.assignment, rewritten.classified
-    plain = price_graph(
-        rewritten.before,
-        classified,
-        assignment.prices.device,
-        objective="time",
-        do_no_harm=True,
-        free_weights=True,
-    )
-    problem = build_problem(classified, plain, assignment.returned_inside)
-    (found,) = report.costs
-    assert found.reward > 0
-    assert found.placements[ALL_FP32].estimate == energy(problem, frozenset())
-    assert found.placements[ALL_FP32].allow_in_fp32 == 2
-    assert found.placements[OURS].estimate == energy(problem, assignment.low)
-    assert found.placements[ALL_FP32].cost > found.placements[ALL_FP32].estimate
-    assert "Note on do_no_harm=False" in report.full()
-
-
 def test_other_placements_show_their_regret() -> None:
     report = net_report(placement="forced")
     assert report.regret["forced"] == report.cost - report.optimal_cost > 0
     above = f"is {report.regret['forced']:,} above the least"
     assert above in " ".join(report.full().split())
-
-
-def test_memory_objective_counts_bytes() -> None:
-    shown = net_report(objective="memory").full()
-    assert "Predicted bytes kept for the backward" in shown
-    assert " ms" not in shown.partition("Predicted")[2].partition("The pass")[0]
 
 
 # -- why -------------------------------------------------------------------------------
@@ -241,19 +185,6 @@ def test_why_of_an_allow_op() -> None:
     assert "relu to fp32" in vanishing
     assert "fc1_weight to bf16 (weight)" in vanishing
     assert "would change with it: relu" in shown
-
-
-def test_why_of_a_free_op() -> None:
-    report = net_report()
-    change = flip(report.rewritten[0], "relu")
-    assert change.extra_allow_in_fp32 == 0
-    assert change.extra_cost == change.extra_estimate > 0
-    shown = report.why("relu")
-    price = text.amount(change.extra_estimate, False, signed=True)
-    assert f"in fp32    {price} predicted time\n" in shown
-    assert "read by    exp (fp32)" in shown
-    assert change.appear == (("linear", "up"),)
-    assert change.vanish == (("relu", "up"),)
 
 
 def test_why_of_a_node_that_cannot_be_low() -> None:
@@ -313,16 +244,6 @@ def test_networkx_has_casts_between_ops() -> None:
     assert graph.nodes["0/exp"]["precision"] == "fp32"
 
 
-def test_dot_names_every_node_once() -> None:
-    report = net_report()
-    dot = report.to_dot()
-    graph = report.to_networkx()
-    named = re.findall(r'^    "([^"]+)" \[', dot, re.MULTILINE)
-    assert named == list(graph.nodes)
-    assert dot.count(" -> ") == graph.number_of_edges()
-    assert dot.count("{") == dot.count("}") == 2
-
-
 # -- the printed page ------------------------------------------------------------------
 
 
@@ -364,20 +285,6 @@ def test_most_important_fp32_ops_come_first_and_the_rest_are_counted() -> None:
     assert "... and 7 more places" in shown
 
 
-def test_layers_that_repeat_are_one_place() -> None:
-    assert text.one_name(["h.0.attn", "h.1.attn"]) == "h.*.attn"
-    assert text.one_name(["h.0.attn", "h.0.attn"]) == "h.0.attn"
-    assert text.one_name(["a", "b", "c"]) == "a and 2 more"
-
-
-def test_amounts() -> None:
-    assert text.amount(12345, False) == "1.23 µs"
-    assert text.amount(-123456, False, signed=True) == "-12.3 µs"
-    assert text.amount(0, False, signed=True) == "+0 ns"
-    assert text.amount(9999, True) == "10.0 kB"
-    assert text.bytes_text(999) == "999 B"
-
-
 # -- what was not converted ------------------------------------------------------------
 
 
@@ -415,13 +322,6 @@ def test_a_model_that_was_not_called_yet() -> None:
     autoamp.convert(model, precision="bf16", do_no_harm=False)
     assert "no graph captured yet: call the model once" in str(autoamp.report(model))
     assert "0 graphs" in repr(autoamp.report(model))
-
-
-def test_do_no_harm_explains_why_nothing_moved() -> None:
-    shown = report_of(Net(), torch.ones(4, 8), keep=["fc*"]).full()
-    assert "kept in fp32 by keep='fc*'" in shown
-    first = shown.partition("What stayed in fp32")[2].splitlines()[1]
-    assert "keep='fc*'" in first, "allow ops that stayed fp32 come first"
 
 
 # -- sub-graphs and unknown ops --------------------------------------------------------
