@@ -124,11 +124,6 @@ class PassOptions:
                 f"exact_casts=True is for backend='inductor', which can be told to "
                 f"round at each cast; backend={self.backend!r} cannot"
             )
-        if not compat.can_round_at_casts():
-            raise OptionError(
-                "exact_casts=True needs a torch whose inductor can round at each cast "
-                "(torch._inductor.config.emulate_precision_casts)"
-            )
 
     def advice(self, option: str, value: object) -> str:
         """The text that sets `option` to `value`: a keyword or a variable."""

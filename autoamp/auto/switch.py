@@ -149,8 +149,7 @@ def _start(
             _patches.append(Patch(nn.Module, "__call__", _watching, call))
             compiling = compiling_with(lambda: _mode)
             _patches.append(Patch(torch, "compile", compiling, compile_))
-            if compat.TOTAL_NORM is not None:
-                _patches.append(Patch(*compat.TOTAL_NORM, tolerating))
+            _patches.append(Patch(*compat.TOTAL_NORM, tolerating))
             if hasattr(torch.nn.utils, "get_total_norm"):
                 _patches.append(Patch(torch.nn.utils, "get_total_norm", tolerating))
     if before is not None:

@@ -1,6 +1,7 @@
-"""Every private or recent torch API this package uses, each with its fallback.
+"""Every private or recent torch API this package uses.
 
-CI tests torch 2.13, and torch 2.11 must work (`make test-oldest`).  Nothing outside
+CI tests torch 2.13, and torch 2.11 must work (`make test-oldest`): a name that either
+lacks has a fallback, with the version beside it.  Nothing outside
 this sub-package reaches into `torch._*` (a test enforces it), so that a new torch
 breaks one place.  Nothing here changes global state outside the call that asks for it.
 The names imported below are the ones that the package uses.
@@ -157,7 +158,6 @@ from autoamp.compat.inductor_casts import (
     REMOVED,
     WRITTEN,
     CastReading,
-    can_round_at_casts,
 )
 from autoamp.compat.listening import (
     Heard,
@@ -235,7 +235,6 @@ from autoamp.compat.tensors import (
     buffers_here,
     children_here,
     copy_all,
-    counts_holders,
     data_address,
     data_addresses,
     end_lazy_clone,

@@ -76,9 +76,8 @@ def watch_calls(inside: Iterable[int], around: int, told: Listener) -> None:
 
 
 def _hear_of_new_modules() -> None:
-    hook = getattr(module_code, "register_module_module_registration_hook", None)
-    if hook is not None and not _HOOK:
-        _HOOK.append(hook(_given))
+    if not _HOOK:
+        _HOOK.append(module_code.register_module_module_registration_hook(_given))
 
 
 def _given(module: nn.Module, _: str, new: nn.Module | None) -> None:

@@ -51,27 +51,21 @@ def resolved_backend(
     options: dict[str, Any] | None,
     dynamic: bool | None,
 ) -> Callable[..., Any] | None:
-    """The function `torch.compile` would call with each graph; None if torch hides it.
+    """The function `torch.compile` would call with each graph.
 
     Raises:
         RuntimeError: torch's own, where the arguments contradict each other.
     """
-    inductor = getattr(torch, "_TorchCompileInductorWrapper", None)
-    other = getattr(torch, "_TorchCompileWrapper", None)
-    if inductor is None or other is None:
-        return None
-    if backend in (None, "inductor"):
-        if mode is None and options is None:
-            mode = "default"
-        found: Callable[..., Any] = inductor(mode, options, dynamic)
-    else:
-        found = other(backend, mode, options, dynamic)
-    return found
+    if backend not in (None, "inductor"):
+        return torch._TorchCompileWrapper(backend, mode, options, dynamic)
+    if mode is None and options is None:
+        mode = "default"
+    return torch._TorchCompileInductorWrapper(mode, options, dynamic)
 
 
 def is_inductor(backend: str | Callable[..., Any]) -> bool:
     """Whether a backend is inductor, by name or as `torch.compile` wraps it."""
-    wrapper = getattr(torch, "_TorchCompileInductorWrapper", ())
+    wrapper = torch._TorchCompileInductorWrapper
     return backend == "inductor" or isinstance(unwrapped_backend(backend), wrapper)
 
 
@@ -80,13 +74,10 @@ def inductor_permutes() -> bool:
 
     `GraphLowering.decide_layout_opt` of torch/_inductor/graph.py does.
     """
-    try:
-        from torch._inductor import config
-    except ImportError:
-        return False
+    from torch._inductor import config
+
     mkldnn = torch.backends.mkldnn
-    wanted = getattr(config, "layout_optimization", False)
-    return bool(wanted and mkldnn.is_available() and mkldnn.enabled)
+    return bool(config.layout_optimization and mkldnn.is_available() and mkldnn.enabled)
 
 
 def tracing_backend() -> tuple[Callable[..., Any] | None, bool]:
@@ -94,14 +85,13 @@ def tracing_backend() -> tuple[Callable[..., Any] | None, bool]:
 
     The second result is whether the graph may be broken: False under `fullgraph=True`.
     """
-    try:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.symbolic_convert import InstructionTranslator
 
+    try:
         tx: Any = InstructionTranslator.current_tx()
-        whole = tx.one_graph or getattr(tx, "error_on_graph_break", False)
-        return tx.output.compiler_fn, not whole
-    except (ImportError, AttributeError):
+    except AttributeError:  # nothing is being traced
         return None, False
+    return tx.output.compiler_fn, not (tx.one_graph or tx.error_on_graph_break)
 
 
 def as_dynamo_gave(ready: fx.GraphModule, captured: fx.GraphModule) -> None:
@@ -140,21 +130,12 @@ def unwrapped_backend(backend: Any) -> Any:
 
 def transforms_active() -> bool:
     """Whether the caller is inside a transform of `torch.func`, or forward-mode AD."""
-    return _transforms_active() or forward_mode()
+    return torch._C._are_functorch_transforms_active() or forward_mode()
 
 
 def forward_mode() -> bool:
     """Whether the caller is inside forward-mode AD, also that of `torch.func`."""
-    within = getattr(forward_ad, "_current_level", -1) >= 0
-    return bool(within and _records_tangents())
-
-
-_records_tangents = getattr(torch._C, "_is_fwd_grad_enabled", lambda: True)
-
-
-_transforms_active: Callable[[], bool] = getattr(
-    torch._C, "_are_functorch_transforms_active", lambda: False
-)
+    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
 def is_batch(value: torch.Tensor) -> bool:
@@ -173,38 +154,31 @@ def needs_plain_ops(grad: torch.Tensor) -> bool:
 
 def any_batch(values: Sequence[torch.Tensor]) -> bool:
     """`is_batch` of any of `values`."""
-    functorch = getattr(torch._C, "_functorch", None)
-    for name in ("is_legacy_batchedtensor", "is_batchedtensor"):
-        ask = getattr(functorch, name, None)
-        if ask is not None and any(map(ask, values)):
-            return True
-    return False
+    functorch = torch._C._functorch
+    return any(map(functorch.is_legacy_batchedtensor, values)) or any(
+        map(functorch.is_batchedtensor, values)
+    )
 
 
 def hides_calls() -> bool:
     """Whether a dispatch mode or a tracer keeps Dynamo from capturing anything."""
-    modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
-    return bool(modes()) or other_tracing()
+    return bool(torch._C._len_torch_dispatch_stack()) or other_tracing()
 
 
 def dynamo_disabled() -> bool:
     """Whether Dynamo captures nothing at all in this process, as now configured."""
-    return bool(getattr(torch._dynamo.config, "disable", False))
+    return bool(torch._dynamo.config.disable)
 
 
 def dispatch_mode() -> str:
     """The class of the innermost TorchDispatchMode that is active, or ""."""
-    ask: Any = getattr(
-        torch.utils._python_dispatch, "_get_current_dispatch_mode", lambda: None
-    )
-    mode = ask()
+    mode: Any = torch.utils._python_dispatch._get_current_dispatch_mode()
     return "" if mode is None else type(mode).__name__
 
 
 def is_exporting() -> bool:
     """Whether `torch.export` is recording a model now."""
-    known = getattr(torch.compiler, "is_exporting", None)
-    return known is not None and bool(known())
+    return bool(torch.compiler.is_exporting())
 
 
 def jit_tracing() -> bool:
@@ -233,10 +207,7 @@ def fx_tracing() -> bool:
 
     Dynamo raises where it is called during such a trace.
     """
-    ask = getattr(torch.fx._symbolic_trace, "is_fx_symbolic_tracing", None)
-    if ask is None:
-        ask = torch.fx._symbolic_trace.is_fx_tracing
-    return bool(ask())
+    return bool(torch.fx._symbolic_trace.is_fx_symbolic_tracing())
 
 
 def is_compiled_module(module: Any) -> bool:

@@ -30,8 +30,7 @@ _QUESTIONS = {
 
 
 def _is_here(unit: str) -> bool:
-    ask = getattr(torch.cpu, _QUESTIONS[unit], None)
-    return bool(ask()) if ask is not None else False
+    return bool(getattr(torch.cpu, _QUESTIONS[unit])())
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -39,21 +38,15 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def cpu_attention() -> tuple[Any, Any] | None:
-    """Torch's attention kernel for CPUs and its backward; None where torch has none."""
+def cpu_attention() -> tuple[Any, Any]:
+    """Torch's attention kernel for CPUs and its backward."""
+    aten: Any = torch.ops.aten
     name = "_scaled_dot_product_flash_attention_for_cpu"
-    names = (name, f"{name}_backward")
-    found = [getattr(torch.ops.aten, each, None) for each in names]
-    if None in found or not hasattr(torch, "_fused_sdp_choice"):
-        return None
-    forward, backward = (op.default for op in found)  # type: ignore[union-attr]
-    return forward, backward
+    return getattr(aten, name).default, getattr(aten, f"{name}_backward").default
 
 
 def runs_one_kernel(*given: Any, scale: float | None) -> bool:
     """Whether torch computes an attention on a CPU by its kernel for CPUs.
-
-    For where `cpu_attention()` is not None.
 
     Args:
         given: query, key, value, mask, dropout and whether a query sees no later keys.
@@ -72,16 +65,9 @@ def softmax_gradient(grad: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         grad: the gradient of `weights`, in their dtype.
         weights: the result of the softmax.
     """
-    kernel = getattr(torch, "_softmax_backward_data", None)
-    if kernel is not None:
-        return kernel(grad, weights, -1, weights.dtype)  # type: ignore[no-any-return]
-    return weights * (grad - (grad * weights).sum(-1, keepdim=True))
+    return torch._softmax_backward_data(grad, weights, -1, weights.dtype)
 
 
 def safe_softmax(scores: torch.Tensor) -> torch.Tensor:
     """The softmax over the last dimension; 0 in rows of minus infinity, and not NaN."""
-    kernel = getattr(torch, "_safe_softmax", None)
-    if kernel is not None:
-        return kernel(scores, -1)  # type: ignore[no-any-return]
-    nothing = (scores == -torch.inf).all(-1, keepdim=True)
-    return scores.softmax(-1).masked_fill(nothing, 0.0)
+    return torch._safe_softmax(scores, -1)

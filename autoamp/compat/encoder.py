@@ -13,28 +13,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+_ATEN: Any = torch.ops.aten._transformer_encoder_layer_fwd
 ENCODER_LAYERS: frozenset[Callable[..., Any]] = frozenset(
-    op
-    for op in (
-        getattr(torch, "_transformer_encoder_layer_fwd", None),
-        getattr(torch.ops.aten, "_transformer_encoder_layer_fwd", None),
-        getattr(
-            getattr(torch.ops.aten, "_transformer_encoder_layer_fwd", None),
-            "default",
-            None,
-        ),
-    )
-    if op is not None
+    [torch._transformer_encoder_layer_fwd, _ATEN, _ATEN.default]
 )
-"""The functions and ops of the fast path; none where torch has it no more."""
+"""The functions and ops of the fast path."""
 
 
 def is_encoder_layer(target: Any, args: Sequence[Any]) -> bool:
     """Whether a call computes a whole layer, of a tensor that is not nested."""
     if isinstance(target, str) or target not in ENCODER_LAYERS or not args:
         return False
-    can = hasattr(torch, "_native_multi_head_attention")
-    return can and isinstance(args[0], Tensor) and not args[0].is_nested
+    return isinstance(args[0], Tensor) and not args[0].is_nested
 
 
 def encoder_layer(*args: Any) -> Tensor:

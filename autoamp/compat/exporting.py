@@ -112,7 +112,5 @@ _KNOWN = frozenset({"builtins", "collections", "torch"})
 
 
 def _children(spec: Any) -> list[Any]:
-    if hasattr(spec, "children"):
-        held = spec.children
-        return list(held() if callable(held) else held)
-    return list(spec.children_specs)
+    held = spec.children  # a method, of specs that C++ holds
+    return list(held() if callable(held) else held)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import reduce
+import operator
 from typing import Any
 
 import torch
@@ -12,11 +12,6 @@ KINDS = ("matmul", "conv", "rnn")
 
 _SWITCHES = {"matmul": "cuda.matmul", "conv": "cudnn.conv", "rnn": "cudnn.rnn"}
 """The object in `torch.backends` that has `fp32_precision` for a kind of products."""
-
-_OLDER = {"matmul": "cuda.matmul", "conv": "cudnn", "rnn": "cudnn"}
-"""The object that has `allow_tf32` for it."""
-
-_BACKENDS: Any = torch.backends
 
 
 def tf32_kinds() -> frozenset[str]:
@@ -30,11 +25,5 @@ def tf32_kinds() -> frozenset[str]:
 
 
 def _allows_tf32(kind: str) -> bool:
-    precision = getattr(_at(_SWITCHES[kind]), "fp32_precision", None)
-    if precision is not None:
-        return bool(precision == "tf32")
-    return bool(getattr(_at(_OLDER[kind]), "allow_tf32", False))
-
-
-def _at(path: str) -> Any:
-    return reduce(lambda at, name: getattr(at, name, None), path.split("."), _BACKENDS)
+    switch: Any = operator.attrgetter(_SWITCHES[kind])(torch.backends)
+    return bool(switch.fp32_precision == "tf32")

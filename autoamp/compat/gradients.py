@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +23,9 @@ def saved_tensors_hooks_off() -> Iterator[None]:
     A checkpoint round a model's call has such hooks and counts the saved tensors, but
     tensors that tracing saves are not the model's.
     """
-    hooks: Any = getattr(torch._C, "_autograd", None)
-    top = getattr(hooks, "_top_saved_tensors_default_hooks", None)
+    hooks: Any = torch._C._autograd
     taken: list[tuple[Any, Any]] = []
-    while top is not None and (pair := top(True)) is not None:
+    while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
         taken.append(pair)
         hooks._pop_saved_tensors_default_hooks()
     try:
@@ -60,10 +58,8 @@ def direct_apply(
     """
     never_captured(function.backward)
     apply: Callable[..., torch.Tensor] = function.apply
-    checks = getattr(torch._C, "_are_functorch_transforms_active", None)
-    base = getattr(super(torch.autograd.Function, function), "apply", None)
-    if checks is None or base is None:
-        return apply
+    checks = torch._C._are_functorch_transforms_active
+    base: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def direct(*args: Any) -> torch.Tensor:
         return apply(*args) if checks() else base(*args)
@@ -188,11 +184,8 @@ _SMALL = 2**14
 
 
 def largest_of(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The largest magnitude in each of `parts`, in few kernels where torch has them."""
-    norms = getattr(torch, "_foreach_norm", None)
-    if norms is not None:
-        return cast(Sequence[torch.Tensor], norms(parts, math.inf))
-    return [torch.linalg.vector_norm(part, math.inf) for part in parts]
+    """The largest magnitude in each of `parts`, in few kernels."""
+    return torch._foreach_norm([*parts], math.inf)
 
 
 def update_scale(
@@ -218,24 +211,18 @@ def update_scale(
     )
 
 
-def accumulate_in(param: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Makes the gradients of leaf `param` accumulate in `dtype`; returns if torch can.
+def accumulate_in(param: torch.Tensor, dtype: torch.dtype) -> None:
+    """Makes the gradients of leaf `param` accumulate in `dtype`.
 
     From now on `param.grad` has that dtype; a `param.grad` that exists is cast.
     """
-    if not hasattr(torch.Tensor, "grad_dtype"):
-        return False
     grad, param.grad = param.grad, None
     param.grad_dtype = dtype
     param.grad = None if grad is None else grad.to(dtype)
-    return True
 
 
 def backward_id() -> int:
-    """A number that tells the backward pass that is running from all others.
-
-    The number has no fallback, because `torch.utils.checkpoint` itself has none.
-    """
+    """A number that tells the backward pass that is running from all others."""
     return int(torch._C._current_graph_task_id())
 
 
@@ -270,18 +257,10 @@ def scaler_uses(scaler: torch.amp.GradScaler) -> int:
     """A number that grows with the first `scaler.scale` and every `scaler.update`.
 
     The first `scale` makes the tensor with the loss scale, and each `update` writes to
-    that tensor.  Where torch hides the tensor, a scaler counts as used at each call of
-    this function: a model that is unscaled until its optimizer's first step loses less
-    than a model that is scaled twice, whose gradients overflow until the scaler has
-    come down.
+    that tensor.
     """
-    if not hasattr(scaler, "_scale"):
-        return next(_unknown)
     scale: torch.Tensor | None = scaler._scale
     return 0 if scale is None else 1 + int(scale._version)
-
-
-_unknown = itertools.count()
 
 
 _SCALER_STEPS = frozenset(
@@ -311,5 +290,4 @@ def stepped_by_grad_scaler(optimizer: torch.optim.Optimizer) -> bool:
 
 def inside_backward() -> bool:
     """Whether this thread runs a backward pass (a region is being recomputed)."""
-    ask = getattr(torch._C, "_current_graph_task_id", None)
-    return ask is not None and ask() != -1
+    return torch._C._current_graph_task_id() != -1

@@ -53,10 +53,9 @@ def hook_after_node(node: Any, hook: Callable[..., Any]) -> None:
     node.register_hook(hook)
 
 
-def hooks_of_others() -> int | None:
-    """How many hooks others have registered so far; None where torch does not count."""
-    made = getattr(RemovableHandle, "next_id", None)
-    return made - _Ours.count if isinstance(made, int) else None
+def hooks_of_others() -> int:
+    """How many hooks others have registered so far."""
+    return RemovableHandle.next_id - _Ours.count
 
 
 def hooks_everywhere() -> bool:

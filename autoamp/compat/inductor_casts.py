@@ -9,19 +9,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.utils import counters
+from torch._inductor import config as _config
 from torch._ops import OpOverload
 
-try:
-    from torch._inductor import config as _config
-except ImportError:
-    _config = None  # type: ignore[assignment]
 try:
     from torch._inductor.custom_graph_pass import CustomSchedulerPass as _Pass
 except ImportError:  # torch 2.11 takes any function here
@@ -59,22 +56,17 @@ class CastReading:
     rounded: bool | None = None
 
 
-def can_round_at_casts() -> bool:
-    """Whether inductor can be told to round at each cast."""
-    return hasattr(_config, _ROUNDING)
-
-
 @functools.cache
 def _cpus_round() -> bool:
     """Whether kernels for CPUs round where inductor is told to; torch 2.11's do not.
 
     No setting tells, so that the source of the code that writes the kernels is read.
     """
-    try:
-        from torch._inductor.codegen import cpp
+    from torch._inductor.codegen import cpp
 
+    try:
         return _ROUNDING in inspect.getsource(cpp)
-    except (ImportError, OSError):
+    except OSError:  # torch was installed without its source
         return True
 
 
@@ -107,9 +99,9 @@ def _patches(
     exact_casts: bool, reading: CastReading | None, given: Mapping[str, Any]
 ) -> dict[str, Any]:
     patches: dict[str, Any] = {}
-    if exact_casts and can_round_at_casts():
+    if exact_casts:
         patches[_ROUNDING] = True
-    taken = given.get(_READING) or getattr(_config, _READING, _Pass)
+    taken = given.get(_READING) or _config._post_fusion_custom_pass
     if reading is not None and taken is None:
         patches[_READING] = _Reader(reading.names)
     return patches
@@ -123,10 +115,10 @@ def reading_casts(reading: CastReading | None) -> Iterator[None]:
     code is taken from there.  So the counters tell of the casts in both cases.
     """
     yield
-    counters = _counters()  # Dynamo may have begun new counters in the meantime
-    told = [key for key in counters if key.startswith(_KEY)]
+    found = _counters()  # Dynamo may have begun new counters in the meantime
+    told = [key for key in found if key.startswith(_KEY)]
     for key in told:
-        del counters[key]
+        del found[key]
     if reading is None:
         return
     if told:
@@ -154,7 +146,7 @@ class _Reader(_Pass):
 
             if not V.graph.is_backward:
                 fates = _fates(nodes, frozenset(self.names))
-                rounds = getattr(_config, _ROUNDING, False) and not (
+                rounds = _config.emulate_precision_casts and not (
                     "cpu" in V.graph.device_types and not _cpus_round()
                 )
                 told = [f"{_KEY}{fate} {name}" for name, fate in fates.items()]
@@ -168,11 +160,6 @@ class _Reader(_Pass):
 
 
 def _counters() -> Any:
-    """Inductor's counters; others, which nobody reads, where torch has none."""
-    try:
-        from torch._dynamo.utils import counters
-    except ImportError:
-        return Counter()
     return counters["inductor"]
 
 

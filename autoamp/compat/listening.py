@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch._library import custom_ops
 from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -99,14 +100,10 @@ class Passed(NamedTuple):
 
 
 def has_autocast_kernel(op: OpOverload, device: str) -> bool:
-    """Whether an op has a kernel of its own for autocast on a device type.
-
-    Without torch's private question the answer is no: the op is then left as it is
-    where nobody knows of it.
-    """
-    ask = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
+    """Whether an op has a kernel of its own for autocast on a device type."""
     key = _autocast_key(device)
-    return ask is not None and key is not None and bool(ask(op.name(), key))
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return key is not None and has(op.name(), key)
 
 
 def registered_dtype(op: OpOverload, device: str) -> torch.dtype | None:
@@ -115,12 +112,11 @@ def registered_dtype(op: OpOverload, device: str) -> torch.dtype | None:
     Torch keeps the dtype of a `custom_op` on its definition, and the dtype of any other
     op in the closure of a kernel written in Python.
     """
-    definitions = getattr(getattr(torch._library, "custom_ops", None), "OPDEFS", {})
-    definition = definitions.get(op._schema.name)
+    definition = custom_ops.OPDEFS.get(op._schema.name)
     found = getattr(definition, "_autocast_dtype", {}).get(device)
     if found is None:
         key = getattr(torch._C.DispatchKey, _autocast_key(device) or "", None)
-        kernel = getattr(op, "py_kernels", {}).get(key)
+        kernel = None if key is None else op.py_kernels.get(key)
         if inspect.isfunction(kernel):
             found = inspect.getclosurevars(kernel).nonlocals.get("cast_inputs")
     return found if isinstance(found, torch.dtype) else None
@@ -148,9 +144,8 @@ def passed_under_autocast(
 
 
 def _autocast_key(device: str) -> str | None:
-    name = getattr(torch._C, "_dispatch_key_for_device", None)
     try:
-        return None if name is None else f"Autocast{name(device)}"
+        return f"Autocast{torch._C._dispatch_key_for_device(device)}"
     except RuntimeError:  # no such device type
         return None
 

@@ -6,14 +6,7 @@ from typing import Any
 
 import torch
 import torch._higher_order_ops.wrap
-
-_SPELLINGS = [torch._C._functorch]
-try:
-    from torch._functorch import predispatch
-except ImportError:
-    pass  # Dynamo then writes the calls of torch._C
-else:
-    _SPELLINGS.append(predispatch)
+from torch._functorch import predispatch
 
 # Targets of nodes that change the mode of the nodes after them in a graph.
 SET_GRAD = torch._C._set_grad_enabled
@@ -32,9 +25,9 @@ MODE_CHANGES = frozenset({SET_GRAD, ENTER_AUTOCAST, EXIT_AUTOCAST})
 TRANSFORM_ENTRIES, TRANSFORM_EXITS = (
     frozenset(
         getattr(module, f"_{transform}_{change}_nesting")
-        for module in _SPELLINGS
+        for module in (torch._C._functorch, predispatch)
         for transform in ("vmap", "grad", "jvp")
-        if hasattr(module, f"_{transform}_{change}_nesting")
+        if hasattr(module, f"_{transform}_{change}_nesting")  # 2.11 has two of "jvp"
     )
     for change in ("increment", "decrement")
 )
@@ -42,16 +35,10 @@ TRANSFORM_ENTRIES, TRANSFORM_EXITS = (
 WRAP = torch.ops.higher_order.wrap
 
 # The op that calls a captured custom autograd Function: a forward and a backward.
-CUSTOM_FUNCTION: Any = getattr(
-    torch._functorch.autograd_function, "autograd_function_apply", None
-)
+CUSTOM_FUNCTION: Any = torch._functorch.autograd_function.autograd_function_apply
 
-# The module and name by which `clip_grad_norm_` finds its norm function, if private.
-TOTAL_NORM: tuple[Any, str] | None = (
-    (torch.nn.utils.clip_grad, "_get_total_norm")
-    if hasattr(torch.nn.utils.clip_grad, "_get_total_norm")
-    else None
-)
+# The module and name by which `clip_grad_norm_` finds its norm function.
+TOTAL_NORM: tuple[Any, str] = (torch.nn.utils.clip_grad, "_get_total_norm")
 
 
 def under_custom_fwd(body: torch.fx.GraphModule) -> bool:

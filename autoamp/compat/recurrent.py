@@ -33,9 +33,10 @@ def onednn_has_bf16() -> bool:
 
     Its answer is for this machine and for `torch.backends.mkldnn.enabled`.
     """
-    ask = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     mkldnn = torch.backends.mkldnn
-    return bool(mkldnn.is_available() and mkldnn.enabled and ask is not None and ask())
+    if not (mkldnn.is_available() and mkldnn.enabled):
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def is_packed(args: Sequence[Any]) -> bool:
@@ -115,12 +116,8 @@ def recurrent_results() -> Iterator[None]:
         torch._C.DispatchKey.CompositeImplicitAutograd,
         torch._C.DispatchKey.Autograd,
     )
-    try:
-        before = [dict(op.py_kernels) for op in _RESULTS]
-        caches = [op._dispatch_cache for op in _RESULTS]
-    except AttributeError:  # another torch: layers go through their steps
-        yield
-        return
+    before = [dict(op.py_kernels) for op in _RESULTS]
+    caches = [op._dispatch_cache for op in _RESULTS]
     try:
         for (op, result), cache in zip(_RESULTS.items(), caches, strict=True):
             op.py_kernels.update(dict.fromkeys(keys, result))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -18,19 +17,15 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
 
 def lazy_clone(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A copy-on-write clone, or None where torch has none.
+    """A copy-on-write clone, or None of memory that cannot be shared so.
 
     While the clone lives, any write to `tensor`, through `.data` or an older alias too,
     moves the data to a new address, which `data_address` shows.
     """
-    make = getattr(torch, "_lazy_clone", None)
-    if make is None or not hasattr(torch._C, "_data_address"):
-        return None
     try:
-        clone: torch.Tensor = make(tensor)
+        return torch._lazy_clone(tensor)
     except RuntimeError:  # storages that cannot be shared lazily (mapped, external)
         return None
-    return clone
 
 
 def held_number(value: object) -> int | float | None:
@@ -47,20 +42,21 @@ def held_number(value: object) -> int | float | None:
     return number
 
 
+_address: Any = getattr(torch._C, "_data_address")  # noqa: B009 (not in the stubs)
 _STRIDES_UNSEEN = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 """Whether Dynamo is too old to notice that the strides of a parameter have changed."""
 
 
 def data_address(tensor: torch.Tensor) -> Hashable:
     """The address of the data, with strides if need be; makes no lazy copy real."""
-    ask: Any = getattr(torch._C, "_data_address", torch.Tensor.data_ptr)
-    return (ask(tensor), tensor.stride()) if _STRIDES_UNSEEN else ask(tensor)
+    at: int = _address(tensor)
+    return (at, tensor.stride()) if _STRIDES_UNSEEN else at
 
 
 def data_addresses(tensors: Iterable[torch.Tensor]) -> list[Any]:
     """`data_address` of each tensor, at a tenth of a microsecond each."""
-    quick = None if _STRIDES_UNSEEN else getattr(torch._C, "_data_address", None)
-    return list(map(quick or data_address, tensors))
+    ask = data_address if _STRIDES_UNSEEN else _address
+    return list(map(ask, tensors))
 
 
 def held_alone(tensor: torch.Tensor) -> bool:
@@ -70,19 +66,17 @@ def held_alone(tensor: torch.Tensor) -> bool:
     (where it needs no gradient) of `tensor`.  Writes through such an owner go unseen,
     and a lazy clone that moves the data would leave the owner on the old memory.
     """
-    count = getattr(torch._C, "_storage_Use_Count", None)
     try:
         storage = tensor.untyped_storage()
     except NotImplementedError:  # sparse and other storage-less layouts
         return False
-    if count is None or storage.nbytes() != tensor.numel() * tensor.itemsize:
+    if storage.nbytes() != tensor.numel() * tensor.itemsize:
         return False
     owners_now = 2  # the tensor and the Python object just made
-    if count(storage._cdata) > owners_now:
+    if torch._C._storage_Use_Count(storage._cdata) > owners_now:
         return False
     # A tensor that needs a gradient may be owned by a graph or DDP; DLPack refuses it.
-    owners = getattr(tensor, "_use_count", None)
-    return tensor.requires_grad or (owners is not None and owners() == 1)
+    return tensor.requires_grad or tensor._use_count() == 1  # type: ignore[attr-defined]
 
 
 def holders(tensor: torch.Tensor) -> int:
@@ -92,15 +86,9 @@ def holders(tensor: torch.Tensor) -> int:
     the memory.  More holders than when the tensor was made mean that somebody else may
     still read the tensor.
     """
-    own: Any = getattr(tensor, "_use_count", int)()
-    count: Any = getattr(torch._C, "_storage_Use_Count", None)
-    if count is None:  # the count is unknown, so it always grows
-        return next(_unknown)
-    sharing = count(tensor.untyped_storage()._cdata)
+    own: int = tensor._use_count()  # type: ignore[attr-defined]
+    sharing = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return int(sys.getrefcount(tensor) + own + sharing)
-
-
-_unknown = itertools.count()
 
 
 Memory = weakref.ref[Any]
@@ -184,12 +172,6 @@ def end_lazy_clone(tensor: torch.Tensor) -> None:
     tensor.data_ptr()
 
 
-def counts_holders() -> bool:
-    """Whether torch counts the holders of a tensor and of its memory."""
-    names = (torch._C, "_storage_Use_Count"), (torch.Tensor, "_use_count")
-    return all(hasattr(where, name) for where, name in names)
-
-
 class Holders:
     """The holders of some tensors, as `holders` counts them, at a tenth of its price.
 
@@ -209,22 +191,20 @@ class Holders:
         return self._counts() != self._alone
 
     def _counts(self) -> list[Any]:
-        own: Any = getattr(torch.Tensor, "_use_count", id)
-        sharing: Any = getattr(torch._C, "_storage_Use_Count", id)
+        own: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
         return [
             *map(sys.getrefcount, self._tensors),
             *map(own, self._tensors),
-            *map(sharing, self._data),
+            *map(torch._C._storage_Use_Count, self._data),
         ]
 
 
 def storage_span(tensor: torch.Tensor) -> tuple[int, int]:
     """The address of a strided tensor's memory, and its bytes; copies stay lazy."""
-    ask: Any = getattr(torch._C, "_data_address", torch.Tensor.data_ptr)
     try:
         size = tensor.untyped_storage().nbytes()
         first = int(tensor.storage_offset()) * tensor.itemsize
-        return int(ask(tensor)) - first, size
+        return int(_address(tensor)) - first, size
     except (NotImplementedError, RuntimeError):  # a subclass that holds other tensors
         return 0, 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -49,10 +48,8 @@ def forget_inputs(gm: fx.GraphModule) -> None:
     if context is not None:
         modes.append(context.fake_mode)
     for mode in modes:
-        converter: Any = getattr(mode, "fake_tensor_converter", None)
-        meta: Any = getattr(converter, "meta_converter", None)
-        describer: Any = getattr(meta, "describer", None)
-        if getattr(describer, "lookup_tensor", None):
+        if mode is not None:
+            describer = mode.fake_tensor_converter.meta_converter.describer
             describer.lookup_tensor = type(describer.lookup_tensor)()
 
 
@@ -117,10 +114,6 @@ def trace_pre_dispatch(
     Composite ops (`linear`, `layer_norm`, `dropout`, attention) stay whole, and the
     origin (module path, source line) of each node is kept where the caller sets it.
     """
-    optional: dict[str, Any] = {}
-    if "_disable_torch_fn_metadata_mode" in inspect.signature(make_fx).parameters:
-        # Nothing here reads the records of that mode, and the mode doubles the time.
-        optional["_disable_torch_fn_metadata_mode"] = True
     with fx.traceback.preserve_node_meta(), mode:
         return make_fx(
             run,
@@ -128,7 +121,8 @@ def trace_pre_dispatch(
             pre_dispatch=True,
             _allow_non_fake_inputs=True,
             _error_on_data_dependent_ops=False,
-            **optional,
+            # Nothing reads the records of that mode, and the mode doubles the time.
+            _disable_torch_fn_metadata_mode=True,
         )(*inputs)
 
 
@@ -139,10 +133,8 @@ def as_traced() -> contextlib.AbstractContextManager[Any]:
     region fake tensors meet the kernels of `lstm` for GPUs, which ask the driver and
     read memory.
     """
-    try:
-        from torch._dispatch.python import enable_python_dispatcher
-    except ImportError:
-        return contextlib.nullcontext()
+    from torch._dispatch.python import enable_python_dispatcher
+
     region: contextlib.AbstractContextManager[Any] = enable_python_dispatcher()
     return region
 
@@ -154,13 +146,10 @@ def is_plain_fake(value: Any) -> bool:
 
 def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
     """A `GraphModule` whose code is made when it is first called or looked at."""
-    try:
-        from torch.fx import _lazy_graph_module as lazy
+    from torch.fx import _lazy_graph_module as lazy
 
-        with lazy._use_lazy_graph_module(True):
-            return lazy._make_graph_module(root, graph)
-    except (ImportError, AttributeError):  # an older torch makes it at once
-        return fx.GraphModule(root, graph)
+    with lazy._use_lazy_graph_module(True):
+        return lazy._make_graph_module(root, graph)
 
 
 def make_code(gm: fx.GraphModule) -> None:
@@ -193,7 +182,7 @@ def bounds(number: Any, most: int) -> tuple[int | None, int | None]:
             return None, None
         found = bound_sympy(number, sizes)
         return int(found.lower), int(found.upper)
-    except (ImportError, AttributeError, TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError):  # an unbounded expression
         return None, None
 
 
@@ -205,7 +194,7 @@ def hint(value: Any) -> int:
     if isinstance(value, int):
         return value
     node: Any = getattr(value, "node", None)
-    for name in ("optimization_hint", "size_hint"):
+    for name in ("optimization_hint", "size_hint"):  # the second in torch 2.11
         ask = getattr(getattr(node, "shape_env", None), name, None)
         if ask is not None:
             with contextlib.suppress(Exception):

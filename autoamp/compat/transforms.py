@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -44,19 +45,14 @@ def mend_batched_norms() -> None:
 
     Only calls on operands of several dtypes change, which torch refuses.
     """
-    kernel_of = getattr(torch.library, "get_kernel", None)
-    if kernel_of is None:
-        return
     library = torch.library.Library("aten", "IMPL")
     _HELD.append(library)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a rule of torch's is replaced
         for name in _NORMS:
-            op = getattr(getattr(torch.ops.aten, name, None), "default", None)
-            if op is None:
-                continue
+            op = getattr(torch.ops.aten, name).default
             try:
-                rule = _in_one_dtype(op, kernel_of(op, _RULES))
+                rule = _in_one_dtype(op, torch.library.get_kernel(op, _RULES))
             except RuntimeError:  # torch has no such rule
                 continue
             library.impl(name, rule, _RULES, with_keyset=True)
@@ -125,9 +121,7 @@ def on_whole_batch(
     What `is_grads_batched` gives hides the tensor that autograd records: an
     `autograd.Function` is to be called on that tensor.
     """
-    functorch = getattr(torch._C, "_functorch", None)
-    is_legacy = getattr(functorch, "is_legacy_batchedtensor", lambda _: False)
-    if not is_legacy(grad):
+    if not torch._C._functorch.is_legacy_batchedtensor(grad):
         return function(grad, *rest)
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
@@ -149,19 +143,11 @@ def past_transforms(given: Any) -> contextlib.AbstractContextManager[Any] | None
     """
     if not transforms_active() or not inside_backward():
         return None
-    is_wrapped = getattr(
-        getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", None
-    )
-    clear = getattr(
-        torch._functorch.pyfunctorch, "temporarily_clear_interpreter_stack", None
-    )
-    records = getattr(forward_ad, "_set_fwd_grad_enabled", None)
-    if is_wrapped is None or clear is None or records is None:
-        return None
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     for each in pytree.tree_leaves(given):
         if isinstance(each, Tensor) and (is_wrapped(each) or _has_tangent(each)):
             return None
-    return _without(clear, records)
+    return _without()
 
 
 def _has_tangent(value: Tensor) -> bool:
@@ -169,10 +155,9 @@ def _has_tangent(value: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _without(
-    clear: Callable[[], Any], records: Callable[[bool], Any]
-) -> Iterator[None]:
-    with clear(), records(False):
+def _without() -> Iterator[None]:
+    records: Any = forward_ad._set_fwd_grad_enabled
+    with temporarily_clear_interpreter_stack(), records(False):
         yield
 
 

@@ -239,8 +239,8 @@ class Masters:
             self._say_half("DistributedDataParallel reduces them in that")
         elif compat.is_distributed(param):
             self._say_half("FSDP reduces them, and gives them in that")
-        elif not compat.accumulate_in(param, torch.float32):
-            self._say_half(f"torch {torch.__version__} cannot do otherwise")
+        else:
+            compat.accumulate_in(param, torch.float32)
         state = self.optimizer.state.get(param)
         if state is not None:
             # A checkpoint's master, which was rounded when there was no master here.

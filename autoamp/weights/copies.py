@@ -286,7 +286,7 @@ def _announce(weight: torch.Tensor) -> None:
 def _is_needed_once(stale: Stale) -> bool:
     """Whether a copy is refreshed after each step, and one call is given it then."""
     copy, _, watch, training = stale
-    return watch and training and copy.steps >= STEPS and compat.counts_holders()
+    return watch and training and copy.steps >= STEPS
 
 
 def _capturing() -> bool:

@@ -15,7 +15,6 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 import autoamp
-from autoamp import compat
 from autoamp.training.attach import boundary_of
 from tests.small_models import Of
 
@@ -950,17 +949,6 @@ def test_a_grad_scaler_steps_the_masters_too() -> None:
         scaler.update()
     assert not torch.equal(model[0].weight, start)
     assert_rounded(optimizer)
-
-
-def test_torch_without_fp32_gradients_says_so(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(compat, "accumulate_in", lambda *_: False)
-    model = mlp()
-    optimizer = optim.SGD(model.parameters(), lr=1e-3)
-    autoamp.convert(model, optimizer)
-    assert caplog.text.count("stay in their own dtype") == 1
-    train_once(model, optimizer)
-    assert_rounded(optimizer)
-    assert any(not torch.equal(m, p.float()) for p, m in masters_of(optimizer).items())
 
 
 @pytest.fixture

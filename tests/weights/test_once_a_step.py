@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp import compat
 from autoamp.capture.graph import Graph
 from autoamp.model.conversion import conversion_of
 from autoamp.weights import copies
@@ -19,9 +18,6 @@ from autoamp.weights.once_a_step import STEPS
 from autoamp.weights.sentinels import copies_of
 
 LOW = torch.bfloat16
-pytestmark = pytest.mark.skipif(
-    not compat.counts_holders(), reason="this torch does not count holders"
-)
 
 
 def trained(

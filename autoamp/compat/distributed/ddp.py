@@ -15,8 +15,7 @@ _mode: list[Any] = [True]
 
 def active_ddp() -> Any:
     """The DistributedDataParallel whose forward is running; None without one."""
-    ddp = getattr(torch.nn.parallel, "DistributedDataParallel", None)
-    return getattr(ddp, "_active_ddp_module", None)
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module
 
 
 def is_joining(ddp: Any) -> bool:
@@ -28,13 +27,7 @@ def is_joining(ddp: Any) -> bool:
 
 
 def has_communication_hook(ddp: Any) -> bool:
-    """Whether code besides a plain all-reduce makes the gradients that `ddp` gives.
-
-    Where torch hides its hooks, a hook is taken to be there: looking at gradients that
-    need no look costs one pass over the gradients.
-    """
-    if not hasattr(ddp, "_comm_hooks") or not hasattr(ddp, "_get_ddp_logging_data"):
-        return True
+    """Whether code besides a plain all-reduce makes the gradients that `ddp` gives."""
     return bool(ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"))
 
 
@@ -45,7 +38,7 @@ def forget_feedback(ddp: Any) -> None:
     and begins with the last step's factors: after one overflow all of these would be
     NaN for ever.  The factors are equal on all ranks, and so is the decision.
     """
-    for _, state in getattr(ddp, "_comm_hooks", ()):
+    for _, state in ddp._comm_hooks:
         errors = getattr(state, "error_dict", None)
         if not isinstance(errors, dict):
             continue
@@ -64,7 +57,7 @@ def reduced_by_ddp(model: torch.nn.Module) -> list[torch.Tensor]:
     DistributedDataParallel reduces in buckets of the parameters' own dtype, and takes
     no gradients of another dtype.
     """
-    ddp = getattr(torch.nn.parallel, "DistributedDataParallel", ())
+    ddp = torch.nn.parallel.DistributedDataParallel
     reducers = [m for m in modules_of(model) if isinstance(m, ddp)]
     return [p for reducer in reducers for p in reducer.parameters()]
 
@@ -93,10 +86,8 @@ def in_buckets(
     are reduced while others are yet to be computed (torch's own `DDPOptimizer`, which
     cannot be used as it is: it would cut the graph before our pass sees the graph).
     """
-    try:
-        from torch._dynamo.backends.distributed import DDPOptimizer
-    except ImportError:
-        return cast(Callable[..., Any], backend(gm, given))
+    from torch._dynamo.backends.distributed import DDPOptimizer
+
     inputs = gm.graph.find_nodes(op="placeholder")
     for node, value in zip(inputs, given, strict=True):
         node.meta["example_value"] = value

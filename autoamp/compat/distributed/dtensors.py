@@ -113,12 +113,8 @@ def own_memory(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's memory of a DTensor, with no history; another tensor as it is."""
     if not is_distributed(tensor):
         return tensor
-    held = getattr(tensor, "_local_tensor", None)
-    if isinstance(held, torch.Tensor):
-        return held
     value: Any = tensor
-    with torch.no_grad():
-        return cast(torch.Tensor, value.to_local())
+    return cast(torch.Tensor, value._local_tensor)
 
 
 def with_memory(like: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
@@ -163,8 +159,7 @@ def scattered_sum(
     (along,) = changed
     partial, shard = grad.placements[along], placements[along]
     is_sum = partial.is_partial() and getattr(partial, "reduce_op", "") == "sum"
-    exchange = getattr(torch.distributed, "all_to_all_single", None)
-    if not (is_sum and shard.is_shard()) or exchange is None:
+    if not (is_sum and shard.is_shard()):
         return None
     local, ranks, dim = own_memory(grad), int(grad.device_mesh.size(along)), shard.dim
     if type(shard).__name__ != "Shard" or local.shape[dim] % ranks:
@@ -172,7 +167,8 @@ def scattered_sum(
     parts = local.movedim(dim, 0).contiguous()
     theirs = torch.empty_like(parts)
     try:
-        exchange(theirs, parts, group=grad.device_mesh.get_group(along))
+        group = grad.device_mesh.get_group(along)
+        torch.distributed.all_to_all_single(theirs, parts, group=group)
     except RuntimeError as error:
         # A rank that is gone is no backend without this exchange: the others must hear.
         if "does not support" not in str(error).lower():

@@ -22,8 +22,7 @@ def sharded_parameters(model: torch.nn.Module) -> list[tuple[Any, Any]]:
     """FSDP2's groups and records of the parameters of `model`, one pair each.
 
     A record gives one parameter its two faces: the shard that an optimizer steps, and
-    the whole that a graph reads.  The order is the same on all ranks.  The list is
-    empty where torch hides its records.
+    the whole that a graph reads.  The order is the same on all ranks.
     """
     kind = getattr(sys.modules.get(_FSDP), "FSDPModule", ())
     states = [m._get_fsdp_state() for m in modules_of(model) if isinstance(m, kind)]
@@ -31,7 +30,7 @@ def sharded_parameters(model: torch.nn.Module) -> list[tuple[Any, Any]]:
     for state in states:
         one = [getattr(state, "_fsdp_param_group", None)]  # torch 2.11
         for group in getattr(state, "_fsdp_param_groups", one):
-            found += [(group, each) for each in getattr(group, "fsdp_params", ())]
+            found += [(group, each) for each in (group.fsdp_params if group else ())]
     return found
 
 
@@ -46,22 +45,19 @@ def may_gather_low(group: Any, record: Any) -> bool:
     The whole parameter must be freed after the forward, so that nobody but the module's
     own forward and backward reads it.  A dtype that the user gives is left alone.
     """
-    try:
-        return (
-            bool(group._reshard_after_forward)
-            and not group._use_post_forward_mesh
-            and group._all_gather_result is None
-            and record.sharded_state.name == "SHARDED"
-            and record.param_dtype is None
-            and record.orig_dtype == torch.float32
-            and not record.is_dtensor
-            and not hasattr(record._sharded_local_tensor, "fsdp_pre_all_gather")
-            and len(record.all_gather_outputs) == 1
-            and not record.all_gather_outputs[0].is_inference()
-            and not record._unsharded_inner_tensors
-        )
-    except AttributeError:  # another torch
-        return False
+    return (
+        bool(group._reshard_after_forward)
+        and not group._use_post_forward_mesh
+        and group._all_gather_result is None
+        and record.sharded_state.name == "SHARDED"
+        and record.param_dtype is None
+        and record.orig_dtype == torch.float32
+        and not record.is_dtensor
+        and not hasattr(record._sharded_local_tensor, "fsdp_pre_all_gather")
+        and len(record.all_gather_outputs) == 1
+        and not record.all_gather_outputs[0].is_inference()
+        and not record._unsharded_inner_tensors
+    )
 
 
 def gather_low(

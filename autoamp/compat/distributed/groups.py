@@ -59,9 +59,9 @@ def stage_groups(models: Iterable[torch.nn.Module]) -> list[Any]:
     The search looks at all objects of the process, which takes tens of milliseconds.
     """
     pipelining = sys.modules.get("torch.distributed.pipelining.stage")
-    base = getattr(pipelining, "_PipelineStageBase", None)
-    if base is None:
+    if pipelining is None:
         return []
+    base = pipelining._PipelineStageBase
     wanted = set(map(id, models))
     stages: list[Any] = [o for o in gc.get_objects() if issubclass(type(o), base)]
     mine = [s for s in stages if not wanted.isdisjoint(map(id, modules_of(s.submod)))]
@@ -69,10 +69,8 @@ def stage_groups(models: Iterable[torch.nn.Module]) -> list[Any]:
 
 
 def default_store() -> Any:
-    """The store through which the ranks have met; None where torch hides the store."""
-    private = torch.distributed.distributed_c10d
-    ask = getattr(private, "_get_default_store", None)
-    return None if ask is None else ask()
+    """The store through which the ranks have met."""
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def reached_on(group: Any, device: torch.device) -> torch.device:

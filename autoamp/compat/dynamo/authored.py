@@ -76,17 +76,10 @@ def authors_followed(dtype_of: DtypeOf) -> Iterator[None]:
     again.  The region changes Dynamo for all threads, so it is for compilations, around
     each of which Dynamo holds its lock.
     """
-    try:
-        from torch._dynamo.exc import RestartAnalysis
-        from torch._dynamo.variables.misc import AutogradFunctionVariable
+    from torch._dynamo.exc import RestartAnalysis
+    from torch._dynamo.variables.misc import AutogradFunctionVariable
 
-    except ImportError:  # another torch: the Functions stay fp32
-        yield
-        return
-    original: Any = getattr(AutogradFunctionVariable, "call_apply", None)
-    if original is None:
-        yield
-        return
+    original: Any = AutogradFunctionVariable.call_apply
     failed: set[Any] = set()
 
     def call_apply(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -186,9 +179,8 @@ def _mixes(graph: fx.Graph, casts: bool | None) -> bool:
 
 def _is_control(error: Exception) -> bool:
     """Whether Dynamo means an exception of its own to end this trace of the frame."""
-    names = ("RestartAnalysis", "SkipFrame", "SkipCodeRecursiveException")
-    found = [getattr(torch._dynamo.exc, name, ()) for name in names]
-    return any(isinstance(error, each) for each in found)
+    exc = torch._dynamo.exc
+    return isinstance(error, exc.RestartAnalysis | exc.SkipFrame)
 
 
 def _in_region(tx: Any) -> bool:

@@ -107,13 +107,9 @@ _NUMBER = re.compile(r"^-?\d+$")
 def _place(entry: Any, code: types.CodeType, held: dict[str, Any]) -> tuple[str, bool]:
     """What the guards of an entry fail on, and whether that is a whole number.
 
-    The first is "" where they hold, where they fail on a tensor or a truth value, and
-    where this torch does not tell.
+    The first is "" where they hold, and where they fail on a tensor or a truth value.
     """
-    check = getattr(getattr(entry, "guard_manager", None), "check_verbose", None)
-    if check is None:
-        return "", False
-    result = check(held)
+    result = entry.guard_manager.check_verbose(held)
     if result.result or not result.verbose_code_parts:
         return "", False
     text = str(result.verbose_code_parts[0]).partition("  #")[0].strip()

@@ -22,7 +22,6 @@ from autoamp.compat.dynamo.frames import (
     Left,
     broke_since,
     broken_off,
-    can_list_entries,
     entries_of,
     failed_frames,
     frames_strategy,
@@ -47,7 +46,7 @@ from autoamp.compat.recurrent import recurrent_results
 # DDPOptimizer would cut a graph before our pass sees it: see `in_buckets`.
 _COMPILE_TIME_CONFIG = {"optimize_ddp": False}
 
-# Options of Dynamo for some code only, which another torch may not have.
+# Options of Dynamo for some code only.
 _WHOLE_NUMBERS = "allow_unspec_int_on_nn_module"
 _NO_OPS = "allow_empty_graphs"
 
@@ -141,8 +140,6 @@ class CompiledEntry:
     @property
     def is_captured(self) -> bool:
         """Whether Dynamo has graphs of the entry: `torch._dynamo.reset()` drops all."""
-        if not can_list_entries():
-            return bool(self._frames.captured)
         return any(map(entries_of, self._frames.captured))
 
     @property
@@ -279,7 +276,7 @@ class _Frames:
             (_WHOLE_NUMBERS, self._changing.whole_numbers),
             (_NO_OPS, {self._entry}),  # a method that computes nothing is captured too
         ):
-            if code in codes and hasattr(torch._dynamo.config, name):
+            if code in codes:
                 options[name] = True
         config = torch._dynamo.config
         followed = authors_followed(self._backend.dtype_in)
@@ -355,9 +352,8 @@ class _Frames:
             self.skipped.append(left)
             return
         found.apply_to_code = False  # our limit is not other models'
-        strategy = frames_strategy("RUN_ONLY", "DEFAULT")
-        if strategy is not None:  # torch would leave the callees to Python too
-            found.frame_exec_strategy = strategy
+        # Torch would leave the callees to Python too.
+        found.frame_exec_strategy = frames_strategy("RUN_ONLY", "DEFAULT")
         self._exceeded[code] = found
         if not own:
             self.skipped.append(Left(code, at_limit=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import types
 from typing import Any, NamedTuple
 
@@ -12,10 +11,11 @@ import torch._dynamo.convert_frame
 import torch._dynamo.exc
 import torch._dynamo.types
 from torch import nn
+from torch._dynamo.utils import counters
 
 from autoamp.printable import printable_line
 
-ConvertFrameReturn: Any = getattr(torch._dynamo.types, "ConvertFrameReturn", None)
+ConvertFrameReturn: Any = torch._dynamo.types.ConvertFrameReturn
 """Made without arguments, it has Dynamo leave a frame, now and later, to Python."""
 
 
@@ -77,7 +77,7 @@ def broken_off(frame: Any, found: Any, failed: int) -> bool:
         return False
     if hasattr(found, "skip_reason"):
         return bool(found.skip_reason == _SOFT_ERROR)
-    return failed_frames() > failed  # an older torch gives no reason
+    return failed_frames() > failed  # torch 2.11 gives no reason
 
 
 _SOFT_ERROR = "an error was suppressed during compilation"
@@ -93,23 +93,18 @@ _NO_OPS = "No ops traced for the FX graph"
 
 def may_be_left(error: Exception) -> bool:
     """Whether a frame in which Dynamo failed may run as Python from its first line."""
-    resuming = getattr(torch._dynamo.exc, "ResumePrologueTracingError", ())
-    return ConvertFrameReturn is not None and not isinstance(error, resuming)
+    return not isinstance(error, torch._dynamo.exc.ResumePrologueTracingError)
 
 
 def failed_frames() -> int:
     """How many frames Dynamo has failed on so far, frames being traced now included."""
-    counters: Any = getattr(torch._dynamo.utils, "counters", None)
-    if counters is None:
-        return 0
     frames = counters["frames"]
     return int(frames["total"] - frames["ok"])
 
 
 def seen_frames() -> int:
     """How many frames Dynamo has begun to look at, those of files it skips aside."""
-    counters: Any = getattr(torch._dynamo.utils, "counters", None)
-    return 0 if counters is None else int(counters["frames"]["total"])
+    return int(counters["frames"]["total"])
 
 
 def was_traced(found: Any, seen: int) -> bool:
@@ -131,7 +126,6 @@ _NO_TENSOR = "no tensor-related objects"
 
 def graph_breaks() -> dict[str, int]:
     """How often Dynamo has broken graphs so far, by the reason in its words."""
-    counters: Any = getattr(torch._dynamo.utils, "counters", {})
     return dict(counters["graph_break"]) if "graph_break" in counters else {}
 
 
@@ -144,38 +138,24 @@ def broke_since(before: dict[str, int]) -> str:
 
 def entries_of(code: types.CodeType) -> list[Any]:
     """The compiled versions of `code`, of every backend."""
-    if not can_list_entries():  # models of one class then share a limit
-        return []
     ask: Any = torch._dynamo.eval_frame._debug_get_cache_entry_list
     return list(ask(code))
 
 
-def can_list_entries() -> bool:
-    return hasattr(torch._dynamo.eval_frame, "_debug_get_cache_entry_list")
-
-
 def set_frames_action(code: types.CodeType, own: str, called: str) -> None:
     """Sets how Dynamo treats `code` and frames it calls: "DEFAULT" or "SKIP"."""
-    set_strategy = getattr(_frames(), "set_code_exec_strategy", None)
-    strategy = frames_strategy(own, called)
-    if set_strategy is not None and strategy is not None:
-        set_strategy(code, strategy)
+    _EVAL_FRAME.set_code_exec_strategy(code, frames_strategy(own, called))
 
 
 def frames_strategy(own: str, called: str) -> Any:
-    """An answer to Dynamo on a frame and on frames it calls; None in an older torch.
-
-    An older torch captures a little more, or less.
-    """
-    actions = getattr(_frames(), "_FrameAction", None)
-    strategy = getattr(_frames(), "_FrameExecStrategy", None)
-    if actions is None or strategy is None:
-        return None
-    return strategy(getattr(actions, own), getattr(actions, called))
+    """An answer to Dynamo on a frame and on frames it calls."""
+    actions = _EVAL_FRAME._FrameAction
+    return _EVAL_FRAME._FrameExecStrategy(
+        getattr(actions, own), getattr(actions, called)
+    )
 
 
-def _frames() -> Any:
-    return getattr(torch._C._dynamo, "eval_frame", None)
+_EVAL_FRAME: Any = torch._C._dynamo.eval_frame
 
 
 def never_a_graph_by_itself(function: Any) -> None:
@@ -187,12 +167,5 @@ def never_a_graph_by_itself(function: Any) -> None:
 
 
 def lock() -> Any:
-    """Dynamo's lock: our limits stand in torch's configuration while Dynamo compiles.
-
-    Where Dynamo shows no lock, ours keeps converted models apart from each other, but
-    not from code the user compiles in another thread.
-    """
-    return getattr(torch._dynamo.convert_frame, "compile_lock", _OUR_LOCK)
-
-
-_OUR_LOCK = threading.RLock()
+    """Dynamo's lock, held while our limits stand in torch's configuration."""
+    return torch._dynamo.convert_frame.compile_lock

@@ -27,7 +27,7 @@ def layer_left(frame: Any, found: Any) -> bool:
     """
     if hasattr(found, "skip_reason"):
         passed_over = found.skip_reason == _IN_TORCH
-    else:  # an older torch gives no reason
+    else:  # torch 2.11 gives no reason
         passed_over = found.guarded_code is None and _passed_over(frame.f_code)
     if not passed_over:
         return False
@@ -48,9 +48,7 @@ def layer_left(frame: Any, found: Any) -> bool:
 
 def _passed_over(code: Any) -> bool:
     """Whether Dynamo starts no graph in the file that `code` is from."""
-    rules: Any = getattr(torch._dynamo, "trace_rules", None)
-    check = getattr(rules, "check", None)
-    return check is not None and bool(check(code))
+    return bool(torch._dynamo.trace_rules.check(code))
 
 
 def _goes_on(layer: nn.Module, code: Any, forward: Any) -> bool:
@@ -70,18 +68,14 @@ def _goes_on(layer: nn.Module, code: Any, forward: Any) -> bool:
 
 
 def layer_captured(callback: Any, frame: Any, cache_entry: Any, state: Any) -> Any:
-    """Dynamo's result for a layer's frame; None where this torch cannot be asked.
+    """Dynamo's result for a layer's frame; None where Dynamo is not to capture.
 
     The caller holds the lock under which Dynamo compiles.
     """
     dynamo: Any = torch._dynamo.convert_frame
-    try:
-        inner = callback._torchdynamo_orig_backend
-        modes_off = dynamo._disable_current_modes
-        watched = dynamo.is_in_any_mode_without_ignore_compile_internals()
-    except AttributeError:
-        return None
+    inner = callback._torchdynamo_orig_backend
+    watched = dynamo.is_in_any_mode_without_ignore_compile_internals()
     if torch._dynamo.config.disable or watched:
         return None
-    with modes_off():
+    with dynamo._disable_current_modes():
         return inner(frame, cache_entry, callback.hooks, state, skip=1)

@@ -50,10 +50,7 @@ def fakes_on_meta() -> Iterator[None]:
     compilations, around each of which Dynamo holds its lock.
     """
     utils = torch._dynamo.utils
-    run_node: Callable[..., Any] | None = getattr(utils, "run_node", None)
-    if run_node is None:  # another torch: the function that makes the tensor is left
-        yield
-        return
+    run_node = utils.run_node
 
     def run(tracer: Any, node: fx.Node, args: Any, kwargs: Any, *more: Any) -> Any:
         result = run_node(tracer, node, args, kwargs, *more)

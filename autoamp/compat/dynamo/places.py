@@ -321,7 +321,7 @@ def paths_in(stack: Stack) -> tuple[str, ...]:
 
 
 def source_name(source: Any) -> str:
-    """The name of a source of Dynamo's: in older versions `name` is a method."""
+    """The name of a source of Dynamo's: in torch 2.11 `name` is a method."""
     name = source.name
     return str(name() if callable(name) else name)
 
@@ -346,20 +346,11 @@ def guard_place(found: Any, paths: Paths, *, inner: bool) -> None:
     Args:
         found: Dynamo's result for the frame that is being captured.
         inner: whether the frame is no part of the root's own code.
-
-    Raises:
-        NotImplementedError: this torch has no such guards, so that the frame is to be
-            left to Python.
     """
-    manager = getattr(found.guarded_code, "guard_manager", None)
-    guards: Any = getattr(manager, "root", None)
+    guards: Any = found.guarded_code.guard_manager.root
     place = _THREAD.place
     if place is None or not (inner and paths.tells_apart):
         return
-    if not hasattr(guards, "get_child_managers"):
-        raise NotImplementedError(
-            "this torch cannot tell the modules that options name from those like them"
-        )
     here = place.around[-1] if place.around else None
     told = False  # whether the local variables tell where the frame is
     for child in guards.get_child_managers():
@@ -387,7 +378,7 @@ def _guard(manager: Any, check: Callable[[Any], bool]) -> None:
     said = ["autoamp: the options say the same of the modules"]
     try:
         manager.add_lambda_guard(check, said, None)
-    except TypeError:  # an older torch
+    except TypeError:  # torch 2.11
         manager.add_lambda_guard(check, said)
     except RuntimeError:  # a dictionary's manager takes no guard of its own
         return

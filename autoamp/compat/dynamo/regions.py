@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch._dynamo
+from torch._dynamo.variables import GradModeVariable
 
 
 def region(enabled: bool) -> Any:
@@ -27,19 +27,14 @@ def regions_begin_when_entered() -> Iterator[None]:
 
     The caller holds Dynamo's lock, because methods of a class are replaced.
     """
-    variables: Any = getattr(torch._dynamo, "variables", None)
-    kind: Any = getattr(variables, "GradModeVariable", None)
-    before = {name: vars(kind).get(name) if kind else None for name in _HERE}
-    if not all(before.values()):  # another torch, which makes regions in another way
-        yield
-        return
+    before = {name: vars(GradModeVariable)[name] for name in _HERE}
     for name, ours in _HERE.items():
-        setattr(kind, name, ours)
+        setattr(GradModeVariable, name, ours)
     try:
         yield
     finally:
         for name, theirs in before.items():
-            setattr(kind, name, theirs)
+            setattr(GradModeVariable, name, theirs)
 
 
 # Where Dynamo finds the function that makes a region again.

@@ -49,5 +49,4 @@ def wide_gradients_hidden(frame: Any) -> Iterator[None]:
 
 def _can_be_put_back(parameter: Tensor, gradient: Tensor) -> bool:
     """Whether torch lets a gradient of this dtype be set; None allows any dtype."""
-    allowed = getattr(parameter, "grad_dtype", parameter.dtype)
-    return allowed in (None, gradient.dtype)
+    return parameter.grad_dtype in (None, gradient.dtype)

@@ -43,9 +43,8 @@ def on_real_numbers() -> Iterator[None]:
 
     The modes are those of the caller: fake tensors, a trace, a count of flops.
     """
-    found = getattr(torch.utils._python_dispatch, "_disable_current_modes", None)
-    modes_off = contextlib.nullcontext if found is None else found
-    with modes_off(), torch._C.DisableTorchFunction(), torch.no_grad(), autocast_off():
+    modes_off = torch.utils._python_dispatch._disable_current_modes()
+    with modes_off, torch._C.DisableTorchFunction(), torch.no_grad(), autocast_off():
         yield
 
 

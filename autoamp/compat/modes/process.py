@@ -16,8 +16,8 @@ import torch._dynamo
 
 from autoamp.compat.modes.autocast import AUTOCAST_DEVICES, autocast_nesting
 
-_FRAMES: Any = getattr(torch._C._dynamo, "eval_frame", None)
-frame_callback = getattr(_FRAMES, "get_eval_frame_callback", lambda: None)
+_FRAMES: Any = torch._C._dynamo.eval_frame
+frame_callback = _FRAMES.get_eval_frame_callback
 
 
 class Modes:

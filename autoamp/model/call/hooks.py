@@ -38,7 +38,7 @@ class Hooks:
         known = self._unhooked.get(id(model))
         if known is not None and known[1] == added and known[0]() is model:
             return False
-        if added is None or compat.has_hooks(model):
+        if compat.has_hooks(model):
             return True
         for known_id, (other, _) in list(self._unhooked.items()):
             if other() is None:
