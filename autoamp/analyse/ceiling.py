@@ -143,7 +143,7 @@ def _moves(gm: fx.GraphModule, classified: Classified, low: frozenset[str]) -> s
     Gradients have the same bits too: where a gradient flows, each element goes to one
     place and is read once there, since gradients are summed on the fp32 side of a cast.
     (Each use of a weight or of its views has an autograd node of its own:
-    `rewrite/uses.py`.)
+    `rewrite/casts.py`.)
     """
     facts, verdicts = classified.facts, classified.verdicts
     reads = Counter(o.value for name in verdicts for o in facts.nodes[name].operands)

@@ -227,9 +227,8 @@ def _asked(node: fx.Node, flowing: Mapping[fx.Node, bool]) -> bool:
             return compat.hint(value)
         if not isinstance(value, Tensor):
             raise TypeError("not a tensor")
-        sizes = [compat.hint(s) for s in value.shape]
-        made = torch.empty(sizes, dtype=value.dtype, device="meta")
-        return made.requires_grad_(operand in flowing and value.is_floating_point())
+        flows = operand in flowing and value.is_floating_point()
+        return compat.like(value, device="meta").requires_grad_(flows)
 
     try:
         with compat.on_real_numbers(), torch.enable_grad():

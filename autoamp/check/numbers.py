@@ -474,14 +474,7 @@ def _calls(node: fx.Node) -> list[Any] | None:
     """The ops that a call comes to on meta tensors; None where it cannot be made."""
 
     def empty(operand: fx.Node) -> Any:
-        value = operand.meta.get("val")
-        if not isinstance(value, Tensor):
-            return compat.hint(value) if isinstance(value, torch.SymInt) else value
-        sizes, strides = (
-            [compat.hint(each) for each in found]
-            for found in (value.shape, value.stride())
-        )
-        return torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
+        return compat.like(operand.meta.get("val"), device="meta")
 
     try:
         # In inference mode and under autocast a function calls other ops.

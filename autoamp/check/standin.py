@@ -63,17 +63,17 @@ class StandIns:
         if node.op == "placeholder" and self.given is not None:
             return next(self.given)
         if node.op == "placeholder":
-            return _stand_in(node.meta.get("val"))
+            return compat.like(node.meta.get("val"), device=_META)
         if node.op == "get_attr":
             found = operator.attrgetter(str(node.target))(self.gm)
             if isinstance(found, torch.Tensor):
-                return _stand_in(node.meta.get("val", found))
+                return compat.like(node.meta.get("val", found), device=_META)
             return found
         if node.target in compat.MODE_CHANGES:
             self.regions.follow(node)
             return None
         if isinstance(node.target, compat.HigherOrderOperator):
-            return _stand_in(node.meta.get("val"))
+            return compat.like(node.meta.get("val"), device=_META)
         args: Any = fx.map_arg(node.args, lambda n: self.values[n.name])
         kwargs: Any = fx.map_arg(node.kwargs, lambda n: self.values[n.name])
         if node.target is checkpointed:
@@ -113,7 +113,8 @@ class StandIns:
             # The tracer recorded the original's results from fake tensors: take them.
             known = node.meta.get("val") if self.original is None else None
             answer = self._answer(node) if known is None else known
-            self.memo[key] = _stand_in(answer)  # copied quicker than a fake tensor
+            # A copy of a meta tensor is made quicker than one of a fake tensor.
+            self.memo[key] = compat.like(answer, device=_META)
         return _with_written(node, args, kwargs, self.memo[key])
 
     def has_no_answer(self, name: str) -> bool:
@@ -134,7 +135,7 @@ class StandIns:
 
             def on_its_device(operand: fx.Node) -> Any:
                 device = getattr(operand.meta.get("val"), "device", _META)
-                return _stand_in(self.values[operand.name], device)
+                return compat.like(self.values[operand.name], device=device)
 
             args: Any = fx.map_arg(node.args, on_its_device)
             kwargs: Any = fx.map_arg(node.kwargs, on_its_device)
@@ -187,7 +188,7 @@ def _with_written(
     tensor in place of the operand would not share the operand's storage, and would have
     the recorded dtype.
     """
-    made = _stand_in(known)
+    made = compat.like(known, device=_META)
     if not isinstance(node.target, compat.OpOverload):
         return made
     returned = _written_and_returned(node.target)
@@ -218,24 +219,6 @@ def _written_and_returned(target: compat.OpOverload) -> tuple[str | None, ...]:
     return tuple(
         next((written[m] for m in each if m in written), None) for each in marks
     )
-
-
-def _stand_in(value: Any, device: torch.device = _META) -> Any:
-    """A tensor, number or nest of both like `value`, with hints for symbolic sizes."""
-    if type(value) is torch.Tensor and value.layout is torch.strided:
-        lies = value.shape, value.stride()
-        return torch.empty_strided(*lies, dtype=value.dtype, device=device)
-    if isinstance(value, torch.Tensor):
-        sizes = [compat.hint(s) for s in value.shape]
-        if value.layout is not torch.strided:
-            return torch.empty(sizes, dtype=value.dtype, device=device)
-        strides = [compat.hint(s) for s in value.stride()]
-        return torch.empty_strided(sizes, strides, dtype=value.dtype, device=device)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_stand_in(v, device) for v in value)
-    if isinstance(value, torch.SymInt):
-        return compat.hint(value)
-    return value
 
 
 def dtypes_of(value: Any) -> list[torch.dtype]:

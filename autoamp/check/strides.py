@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.nodes import tensors_of
@@ -122,18 +122,8 @@ def _results_lie_as_before(output: fx.Node, laid: dict[fx.Node, Any]) -> None:
 
 def _fake(value: Any, mode: compat.FakeTensorMode) -> Any:
     """A fake tensor like a recorded value, with numbers for symbolic sizes."""
-    if isinstance(value, Tensor):
-        sizes, strides = (
-            [compat.hint(each) for each in found]
-            for found in (value.shape, value.stride())
-        )
-        with mode:
-            return torch.empty_strided(
-                sizes, strides, dtype=value.dtype, device=value.device
-            )
-    if isinstance(value, (list, tuple)):
-        return type(value)(_fake(each, mode) for each in value)
-    return compat.hint(value) if isinstance(value, torch.SymInt) else value
+    with mode:
+        return compat.like(value)
 
 
 def _strides(value: Any) -> list[Any]:

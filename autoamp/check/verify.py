@@ -9,8 +9,9 @@ lint has no dtype check and fake tensors let a bf16 `linear` with an fp32 weight
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -21,10 +22,9 @@ from autoamp import compat
 from autoamp.check.changes import INSERTED_CASTS
 from autoamp.check.compare import differences
 from autoamp.check.operands import operands_agree, read_dtypes, reads_as_it_comes
-from autoamp.check.stale import is_cast, no_stale_casts
 from autoamp.check.standin import Memo, StandIns, dtypes_of, named, where
 from autoamp.errors import VerificationError
-from autoamp.graph_functions import WITH_FP32_STATE
+from autoamp.graph_functions import WITH_FP32_STATE, low_weight, saturating_cast
 from autoamp.ops import is_custom
 
 
@@ -65,7 +65,7 @@ class Verifier:
             if node.name in must_read_high and not reads_as_it_comes(node):
                 _reads_as_before(node, before, after)
         _same_strides(rewritten, before, after)
-        no_stale_casts(self.original, rewritten, after)
+        _no_stale_casts(self.original, rewritten, after)
         differences(self.original, rewritten, INSERTED_CASTS)
 
     def recount(
@@ -220,7 +220,7 @@ def _reads_as_before(node: fx.Node, before: StandIns, after: StandIns) -> None:
 
 
 def _is_inserted_cast(node: fx.Node, before: StandIns) -> bool:
-    return node.name not in before.nodes and is_cast(node)
+    return node.name not in before.nodes and _is_cast(node)
 
 
 def _cast_of(node: fx.Node, before: StandIns, after: StandIns) -> tuple[str, str]:
@@ -252,4 +252,123 @@ def _runs_low(node: fx.Node, before: StandIns, after: StandIns) -> bool:
             before.nodes[node.name].all_input_nodes,
             strict=False,
         )
+    )
+
+
+# -- casts that are written to, or out of date -----------------------------------------
+
+
+def _no_stale_casts(
+    original: fx.GraphModule, rewritten: fx.GraphModule, after: StandIns
+) -> None:
+    """Raises where a cast is written to, is read in another region, or is stale.
+
+    A cast is stale if it is read after a later write to the storage that it copies.
+    """
+    known = {n.name for n in original.graph.nodes}
+    returned = {n.name for n in rewritten.graph.output_node().all_input_nodes}
+    version: dict[int, int] = defaultdict(int)
+    region = 0
+    regions: dict[str, int] = {}
+    copies: dict[int, tuple[str, int, int]] = {}
+    for node in rewritten.graph.nodes:
+        if node.target in compat.MODE_CHANGES:
+            region += 1
+        for source in node.all_input_nodes:
+            if node.op == "output":
+                continue
+            cast, storage, at = copies.get(_storage(after, source), ("", -1, 0))
+            if cast and version[storage] != at:
+                raise VerificationError(
+                    f"{where(node)} reads {source.name}, which is or views {cast}, a "
+                    "cast of a tensor that was written to since",
+                    nodes=[*named(node), cast],
+                )
+            crosses = regions.get(source.name, region) != region
+            # The gradient of a use goes to the weight, not through the cast.
+            if crosses and source.name not in returned and node.target != low_weight:
+                raise VerificationError(
+                    f"{where(node)} reads {source.name}, a cast made in another "
+                    "grad-mode or autocast region",
+                    nodes=named(node),
+                )
+        for written in _written(node, rewritten):
+            storage = _storage(after, written)
+            if storage in copies:
+                raise VerificationError(
+                    f"{where(node)} writes to {written.name}, which is or views "
+                    f"{copies[storage][0]}, a cast: the write is lost",
+                    nodes=named(node),
+                )
+            version[storage] += 1
+        if node.name not in known and _is_cast(node):
+            storage = _storage(after, node.all_input_nodes[0])
+            regions[node.name] = region
+            copies[_storage(after, node)] = (node.name, storage, version[storage])
+
+
+def _storage(run: StandIns, node: fx.Node) -> int:
+    """The storage id of a node's stand-in; -1 if the stand-in is no tensor."""
+    value = run.values[node.name]
+    return compat.storage_id(value) if isinstance(value, torch.Tensor) else -1
+
+
+def _written(node: fx.Node, gm: fx.GraphModule) -> list[fx.Node]:
+    if isinstance(node.target, compat.HigherOrderOperator):
+        taken = [n for n in node.all_input_nodes if n.op == "get_attr"]
+        bodies = [operator.attrgetter(str(n.target))(gm) for n in taken]
+        if any(_may_write(b) for b in bodies if isinstance(b, fx.GraphModule)):
+            # The body may write to some input, so all its inputs count as written.
+            return [n for n in node.all_input_nodes if n.op != "get_attr"]
+    if not isinstance(node.target, compat.OpOverload):
+        return []
+    order, names = _arguments(node.target)
+    found: list[fx.Node] = []
+    if not names:
+        return found
+    for name, value in [*zip(order, node.args, strict=False), *node.kwargs.items()]:
+        if name in names:
+            fx.map_arg(value, found.append)
+    return found
+
+
+@functools.cache  # torch makes a schema's arguments anew each time
+def _arguments(target: compat.OpOverload) -> tuple[list[str], frozenset[str]]:
+    """The names of an op's arguments, in order, and of those it writes to."""
+    arguments = compat.schema(target).arguments
+    written = frozenset(
+        a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write
+    )
+    return [a.name for a in arguments], written
+
+
+def _may_write(body: fx.GraphModule) -> bool:
+    """Whether a sub-graph, of ATen ops or as Dynamo wrote it, may write to an input."""
+    nodes = list(body.graph.nodes)
+    if any(n.op == "call_method" or "val" not in n.meta for n in nodes[:-1]):
+        return any(_writes_by_name(n) or _written(n, body) for n in nodes)
+    run = StandIns(body, {})
+    given = {_storage(run, n) for n in nodes if n.op in ("placeholder", "get_attr")}
+    return any(
+        _storage(run, w) in given - {-1} for n in nodes for w in _written(n, body)
+    )
+
+
+def _writes_by_name(node: fx.Node) -> bool:
+    """Whether a Python method, function or operator writes, judged by its name."""
+    name = str(getattr(node.target, "__name__", node.target))
+    in_place = name.endswith("_") and not name.startswith("_")
+    return node.op.startswith("call") and (in_place or name in _WRITING)
+
+
+_WRITING = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ipow"})
+
+
+def _is_cast(node: fx.Node) -> bool:
+    """Whether `node` is a cast, inserted by the rewrite or made by the model."""
+    if node.target is saturating_cast:
+        return True
+    return (
+        isinstance(node.target, compat.OpOverload)
+        and compat.schema(node.target).name == "aten::_to_copy"
     )

@@ -269,6 +269,7 @@ from autoamp.compat.tracing import (
     hint,
     inputs_of,
     is_plain_fake,
+    like,
     make_code,
     new_fake_mode,
     placeholder_sources,

@@ -203,6 +203,35 @@ def hint(value: Any) -> int:
     return int(known) if known is not None else 1
 
 
+def like(
+    value: Any, *, device: torch.device | str | None = None, symbolic: bool = False
+) -> Any:
+    """An empty tensor with the shape, strides, dtype and device of `value`.
+
+    In a fake mode the tensor is a fake one.  The parts of a list or tuple are made each
+    by itself; another value stays as it is.
+
+    Args:
+        device: another device than the value's.
+        symbolic: whether symbolic sizes stay symbolic; they become numbers else.
+    """
+    if isinstance(value, torch.Tensor):
+        kind: dict[str, Any] = {"dtype": value.dtype, "device": device or value.device}
+        plain = symbolic or type(value) is torch.Tensor
+        sizes = value.shape if plain else [hint(size) for size in value.shape]
+        if value.layout is not torch.strided:
+            return torch.empty(sizes, **kind)
+        strides = value.stride()
+        if not plain:
+            strides = tuple([hint(stride) for stride in strides])
+        return torch.empty_strided(sizes, strides, **kind)
+    if isinstance(value, (list, tuple)):
+        return type(value)(like(v, device=device, symbolic=symbolic) for v in value)
+    if isinstance(value, torch.SymInt) and not symbolic:
+        return hint(value)
+    return value
+
+
 def size_symbols(gm: fx.GraphModule) -> list[Any]:
     """The symbols of a graph's inputs that are symbolic sizes, in order."""
     values = [n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"]

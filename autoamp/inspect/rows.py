@@ -16,8 +16,8 @@ from autoamp.inspect.text import portable, portable_place
 from autoamp.place.assign import COSTS_CASTS, GAINS_NOTHING, Decision, legal_energy
 from autoamp.place.flops import flops_of
 from autoamp.place.policies import POLICIES, project
-from autoamp.rewrite.compiled_casts import CAST_FATE, EXACT_CASTS
 from autoamp.rewrite.emitted import CAST_KIND
+from autoamp.rewrite.for_compilers import CAST_FATE, EXACT_CASTS
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rules import Category
 from autoamp.saved.rows import FP32, CastRow, OpRow, SavedGraph

@@ -39,16 +39,17 @@ from autoamp.place.cost import PriceModel, as_authors_ask, price_graph
 from autoamp.place.devices import main_device
 from autoamp.place.layouts import FORMATS, choose_layouts, convolved
 from autoamp.rewrite.bindings import with_bindings
-from autoamp.rewrite.calls_once import with_calls_once
 from autoamp.rewrite.casts import insert_casts
-from autoamp.rewrite.cleanup import clean_up
-from autoamp.rewrite.copied import with_targets
+from autoamp.rewrite.copied import clean_up, with_targets
 from autoamp.rewrite.edge.scale_edge import scale_edge
 from autoamp.rewrite.for_compilers import for_compilers
-from autoamp.rewrite.gathers import with_low_gathers
 from autoamp.rewrite.hoist_weight_casts import folded_in, hoist_weight_casts
 from autoamp.rewrite.layouts import lay_out
-from autoamp.rewrite.meshes import with_mesh_calls
+from autoamp.rewrite.meshes import (
+    with_calls_once,
+    with_low_gathers,
+    with_mesh_calls,
+)
 from autoamp.rewrite.together import with_uses_together
 from autoamp.rewrite.unbind import with_unbind
 

@@ -32,8 +32,8 @@ from autoamp.pipeline.prepared import Prepared
 from autoamp.pipeline.retreat import RETRIES, LeaveOut, kept_for, wider
 from autoamp.pipeline.work import Plan, Setting, Work
 from autoamp.printable import printable_line
-from autoamp.rewrite.compiled_casts import casts_to_read, note_casts
 from autoamp.rewrite.edge.scale_edge import scale_inputs
+from autoamp.rewrite.for_compilers import casts_to_read, note_casts
 from autoamp.rewrite.hoist_weight_casts import read_wide
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.trace.control_flow import BODY_LEFT, BODY_RECORDS, LOWERED_BODY

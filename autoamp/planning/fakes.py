@@ -58,9 +58,7 @@ def _like(real: Tensor, mode: compat.FakeTensorMode) -> Tensor:
     with torch.no_grad():
         part = compat.local_part(real)
     with mode:
-        made = torch.empty_strided(
-            part.shape, part.stride(), dtype=part.dtype, device="cpu"
-        )
+        made = compat.like(part, device="cpu", symbolic=True)
     if part is not real:
         made = compat.with_memory(real, made).detach()
     if isinstance(real, nn.Parameter):

@@ -82,9 +82,7 @@ def _own_input(node: fx.Node, mode: compat.FakeTensorMode, needs_grad: bool) -> 
     if not isinstance(value, torch.Tensor):
         return value
     with mode:
-        fresh = torch.empty_strided(
-            value.shape, value.stride(), dtype=value.dtype, device=value.device
-        )
+        fresh = compat.like(value, symbolic=True)
     floats = value.is_floating_point() or value.is_complex()
     return fresh.requires_grad_(needs_grad and floats)
 

@@ -120,9 +120,7 @@ class Lowering(fx.Interpreter):
         with compat.outside_trace(), self.mode:
             result = pytree.tree_map_only(
                 torch.Tensor,
-                lambda v: torch.empty_strided(
-                    v.shape, v.stride(), dtype=v.dtype, device=v.device
-                ),
+                lambda v: compat.like(v, symbolic=True),
                 _known_result(n),
             )
         return compat.record_call(target, args, kwargs, result, n.name)

@@ -108,9 +108,7 @@ def _whole(value: Any, known: Any, mode: compat.FakeTensorMode) -> Any:
         return value  # fake tensors that a model is called with are made anew
     like = known if compat.is_distributed(known) else value
     with mode, torch.no_grad():
-        made = torch.empty_strided(
-            tuple(like.shape), like.stride(), dtype=like.dtype, device=like.device
-        )
+        made = compat.like(like, symbolic=True)
     if isinstance(value, torch.nn.Parameter):
         return torch.nn.Parameter(made, requires_grad=value.requires_grad)
     return made.requires_grad_(value.requires_grad)

@@ -19,8 +19,8 @@ from autoamp.analyse.ceiling import promotes_to_low
 from autoamp.graph_functions import low_uses
 from autoamp.options import Options
 from autoamp.pipeline.run import rewrite_graph
+from autoamp.rewrite.casts import Uses
 from autoamp.rewrite.rewritten import Rewritten
-from autoamp.rewrite.uses import Uses
 from autoamp.rules import family
 from tests import small_models
 from tests.quick import each_with_one, explored

@@ -16,7 +16,7 @@ from autoamp.graph_functions import low_weight
 from autoamp.options import Options
 from autoamp.pipeline import checks, passes
 from autoamp.pipeline.run import rewrite_graph
-from autoamp.rewrite.cleanup import clean_up
+from autoamp.rewrite.copied import clean_up
 from autoamp.rewrite.rewritten import Rewritten
 from tests import small_models
 from tests.quick import explored

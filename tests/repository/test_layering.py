@@ -71,15 +71,14 @@ Inside a sub-package modules may import each other as long as they make no loop.
 _PARTS = {unit for units in LAYERS for unit in units if "." in unit}
 
 APART = (
-    ("rewrite.casts", "rewrite.emitted", "rewrite.uses"),
-    ("rewrite.cleanup",),
+    ("rewrite.casts", "rewrite.emitted"),
+    ("rewrite.copied",),
     ("kernels.fuse",),
     (
         "check.changes",
         "check.compare",
         "check.numbers",
         "check.operands",
-        "check.stale",
         "check.standin",
         "check.verify",
     ),

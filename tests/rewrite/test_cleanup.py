@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from autoamp import compat
-from autoamp.rewrite.cleanup import clean_up
+from autoamp.rewrite.copied import clean_up
 
 ATEN = torch.ops.aten
 

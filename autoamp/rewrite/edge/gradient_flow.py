@@ -1,16 +1,24 @@
-"""Finds where gradients flow in a captured graph, for scaling at its edge."""
+"""Finds where gradients flow in a captured graph, for scaling at its edge.
+
+First the flow itself; then the tensors outside the edge, which have the gradient of the
+caller; then the values inside whose gradients are left true.
+"""
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.nodes import operands_in, written_values
+from autoamp.analyse.nodes import argument, operands_in, written_values
 from autoamp.compat import OpOverload
+from autoamp.dtypes import HIGH_DTYPE
+from autoamp.errors import CaptureError
 from autoamp.op_names import base_name
 from autoamp.ops import HIDDEN_WRITES, aliasing_arguments, is_inplace
 from autoamp.rewrite.emitted import CAST_KIND
@@ -223,3 +231,145 @@ def _is_float(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and (
         value.is_floating_point() or value.is_complex()
     )
+
+
+# -- tensors outside the edge ----------------------------------------------------------
+#
+# Outside tensors have the caller's gradient, unscaled.  A result may be a view.  The
+# caller may write to the view, and through it to the tensor that the result is a view
+# of; autograd then makes the view's history anew, out of that tensor's history.  So
+# gradients enter at the tensor that is no view, and all tensors from there to the
+# result are outside.
+
+Outside = dict[fx.Node, list[fx.Node]]
+"""Each tensor outside, with the tensors outside that it is a view of."""
+
+
+def find_outside(flow: GraphFlow, written: Sequence[fx.Node]) -> Outside:
+    """The tensors beyond the edge of a graph; gradients enter at each that is no view.
+
+    Args:
+        written: the inputs that the graph writes results to.
+    """
+    found: Outside = {node: [] for node in written}
+    _reach(flow, found, flow.results())
+    _reach(flow, found, _older_views(flow, found))
+    return found
+
+
+def is_written(flow: GraphFlow, node: fx.Node) -> bool:
+    """Whether the graph writes to the memory of a value."""
+    return flow.storage(node) in flow.facts.mutated
+
+
+def check_memory(flow: GraphFlow, written: Sequence[fx.Node]) -> None:
+    """Checks that no input that is written to shares memory with another one.
+
+    Raises:
+        CaptureError: two such inputs share memory, and gradients flow into both.
+    """
+    storages = {flow.storage(node) for node in written}
+    flowing = [node for node in flow.given if flow.differentiable(node, node)]
+    every = dict.fromkeys([*written, *flowing])
+    sharing = [node for node in every if flow.storage(node) in storages]
+    if len(storages) < len(sharing):
+        raise CaptureError(
+            "the graph writes in place to an input that shares memory with another "
+            "one, and both carry gradients; clone one of them before the call"
+        )
+
+
+def _older_views(flow: GraphFlow, outside: Outside) -> list[fx.Node]:
+    """Views made before the last write to their tensor and read after it.
+
+    The write makes the history of such views anew as well.
+    """
+    written = {flow.storage(node) for node in outside if is_written(flow, node)}
+    return [
+        node
+        for node, names in flow.names.items()
+        if flow.storage(node) in written
+        and any(
+            flow.at(user) > flow.last_write(node) > flow.at(node)
+            for name in names
+            for user in name.users
+            if user.op != "output" and flow.carries(user)
+        )
+    ]
+
+
+def _reach(flow: GraphFlow, outside: Outside, pending: list[fx.Node]) -> None:
+    """Adds the `pending` tensors to `outside`, and all tensors they are views of."""
+    while pending:
+        node = flow.tensor(pending.pop())
+        # The gradient of an input that is handed back does not enter the graph.
+        if node in outside or node in flow.given:
+            continue
+        maker = node
+        if node.target is operator.getitem:
+            (maker,) = node.all_input_nodes
+        sources = flow.viewed(maker, node)
+        outside[node] = sources
+        if sources and maker is not node:  # the maker's other views are outside too
+            outside[node] = [maker]
+            outside[maker] = [*outside.get(maker, []), *sources]
+            pending += maker.users
+        pending += sources
+
+
+# -- true gradients inside -------------------------------------------------------------
+#
+# Gradients are scaled for the sake of low-precision ops.  An fp32 op between such an op
+# and the edge of the graph needs no loss scale, so that the tensor at which the scale
+# is put on or taken off is a choice: an embedding's table is far larger than the rows
+# looked up, and a loss far smaller than the logits that are returned beside it.
+
+
+def true_values(
+    graph: fx.Graph,
+    edges: Collection[fx.Node],
+    flows: Callable[[fx.Node], bool],
+    plain: Callable[[fx.Node], bool],
+) -> set[fx.Node]:
+    """The nodes of `graph` whose gradients are left true, without scaling.
+
+    An fp32 op is such a node where each operand is such a node, or an fp32 edge, and
+    where all operands together are at least as large as the op's result: the scale
+    comes off no larger tensor.  (The sizes do not count where the op's backward gives a
+    sparse gradient, which only a leaf can take.)
+
+    Args:
+        edges: inputs, where gradients leave the graph, and results, where they enter.
+        flows: whether a gradient flows through a node.
+        plain: whether a node is a torch op on memory that nothing writes to.
+    """
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if not (plain(node) and flows(node) and _is_fp32(node)):
+            continue
+        read = [n for n in node.all_input_nodes if _may_carry(n) and flows(n)]
+        if (
+            read
+            and all(_is_fp32(n) and (n in found or n in edges) for n in read)
+            and (_numel(node) <= sum(map(_numel, read)) or _gives_sparse(node))
+        ):
+            found.add(node)
+    return found
+
+
+def _gives_sparse(node: fx.Node) -> bool:
+    return argument(node, "sparse", False) is True
+
+
+def _is_fp32(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype == HIGH_DTYPE
+
+
+def _may_carry(node: fx.Node) -> bool:
+    """Whether a node is a tensor, or several, that may carry gradients."""
+    return not isinstance(node.meta.get("val"), torch.Tensor) or _is_float(node)
+
+
+def _numel(node: fx.Node) -> int:
+    return math.prod(compat.hint(size) for size in node.meta["val"].shape)

@@ -32,9 +32,13 @@ from autoamp.graph_functions import (
     unscale_half,
 )
 from autoamp.rewrite.copied import copied
-from autoamp.rewrite.edge.gradient_flow import GraphFlow
-from autoamp.rewrite.edge.outside import check_memory, find_outside, is_written
-from autoamp.rewrite.edge.true_gradients import true_values
+from autoamp.rewrite.edge.gradient_flow import (
+    GraphFlow,
+    check_memory,
+    find_outside,
+    is_written,
+    true_values,
+)
 from autoamp.rewrite.emitted import CAST_KIND
 from autoamp.rewrite.rewritten import Rewritten
 
@@ -96,7 +100,7 @@ def scale_inputs(device: torch.device) -> list[torch.Tensor]:
 
 
 class _Scaling:
-    """Edits one graph; `outside` holds the tensors beyond its edge (`outside.py`)."""
+    """Edits one graph; `outside` holds the tensors beyond its edge (`find_outside`)."""
 
     def __init__(self, flow: GraphFlow) -> None:
         self.flow = flow
