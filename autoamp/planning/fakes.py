@@ -58,7 +58,7 @@ def _like(real: Tensor, mode: compat.FakeTensorMode) -> Tensor:
     with torch.no_grad():
         part = compat.local_part(real)
     with mode:
-        made = compat.like(part, device="cpu", symbolic=True)
+        made: Tensor = compat.like(part, device="cpu", symbolic=True)
     if part is not real:
         made = compat.with_memory(real, made).detach()
     if isinstance(real, nn.Parameter):
