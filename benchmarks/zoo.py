@@ -20,8 +20,7 @@ from tests.zoo import BY_NAME
 from . import report
 from .report import Data, said
 from .setting import capability
-from .zoo_errors import Pair
-from .zoo_measure import Row, measure
+from .zoo_measure import Pair, Row, measure
 
 _MASK = (
     "captured, transformers makes the causal mask that it leaves out otherwise, and "

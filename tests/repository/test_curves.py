@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import curves
-from benchmarks.curve_tasks import Chars, Digits
+from benchmarks.curves import Chars, Digits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
