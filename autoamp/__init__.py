@@ -18,6 +18,7 @@ from autoamp.ask.overflow import Overflow
 from autoamp.auto.switch import disable, enable
 from autoamp.benchmark.result import Bench
 from autoamp.budget.budget import Budget
+from autoamp.calibrate.tune import Tuning
 from autoamp.capture.thread import disabled
 from autoamp.errors import (
     AutoampError,
@@ -47,7 +48,6 @@ from autoamp.training.scale import (
     NoLossScale,
     StaticLossScale,
 )
-from autoamp.tuning.tuning import Tuning
 
 __version__ = "0.1.0"
 

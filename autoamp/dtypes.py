@@ -5,7 +5,7 @@ A new dtype is a new row, a rules file, and its figures in `place/devices.toml`.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -23,7 +23,6 @@ class LowDtype(NamedTuple):
             the dtype.
         cuda_capability: the least compute capability of GPUs that multiply the dtype.
         cpu_units: the units of CPUs that multiply the dtype, the fastest first.
-        usual_on: the devices on which `precision="auto"` chooses the dtype.
     """
 
     dtype: torch.dtype
@@ -33,7 +32,6 @@ class LowDtype(NamedTuple):
     has_masters: bool
     cuda_capability: str
     cpu_units: tuple[str, ...]
-    usual_on: Literal["cuda", "others", ""]
 
 
 LOW_TABLE = (
@@ -43,7 +41,6 @@ LOW_TABLE = (
         has_masters=True,
         cuda_capability="7.0",
         cpu_units=("amx_fp16",),
-        usual_on="cuda",
     ),
     LowDtype(
         *(torch.bfloat16, "bf16", "bfloat16"),
@@ -51,7 +48,6 @@ LOW_TABLE = (
         has_masters=True,
         cuda_capability="8.0",
         cpu_units=("amx_bf16", "avx512_bf16"),
-        usual_on="others",
     ),
 )
 """The low dtypes; the dtype with the narrowest range comes first."""
@@ -101,12 +97,6 @@ def parse_low_dtype(value: object) -> torch.dtype | None:
 def row_of(low: torch.dtype) -> LowDtype:
     """The row of a low dtype."""
     return next(row for row in LOW_TABLE if row.dtype == low)
-
-
-def usual_dtype(*, on_cuda: bool) -> torch.dtype:
-    """The low dtype that `precision="auto"` chooses."""
-    where = "cuda" if on_cuda else "others"
-    return next(row.dtype for row in LOW_TABLE if row.usual_on == where)
 
 
 def needs_loss_scale(dtype: torch.dtype | None) -> bool:

@@ -17,9 +17,8 @@ from autoamp.ask.overflow import Overflow
 from autoamp.benchmark.ask import bench_model
 from autoamp.benchmark.result import Bench
 from autoamp.benchmark.step.ways import KINDS
+from autoamp.calibrate.tune import Tuning, tune_model
 from autoamp.inspect.report import Report
-from autoamp.tuning.tune import tune_model
-from autoamp.tuning.tuning import Tuning
 
 
 def explain(

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING
+
 import click
+
+if TYPE_CHECKING:
+    import torch
+    from rich.table import Table
+
+    from autoamp.place.devices import Curve, Device
 
 
 @click.command()
@@ -21,9 +30,8 @@ def calibrate(device: str, show: bool) -> None:
     import torch
     from rich.console import Console
 
-    from autoamp.calibrate.calibrated import device_for, is_off, measure_again
-    from autoamp.calibrate.shown import speeds_table
-    from autoamp.dtypes import usual_dtype
+    from autoamp.calibrate.speeds import device_for, is_off, measure_again
+    from autoamp.place.devices import kind_of
 
     if device not in ("", "cpu", "cuda"):
         raise click.BadParameter(f"{device!r} is neither cpu nor cuda")
@@ -33,9 +41,46 @@ def calibrate(device: str, show: bool) -> None:
         raise click.UsageError("AUTOAMP_CALIBRATE=0 switches measuring off: unset it")
     kinds = [device] if device else ["cpu", *["cuda"] * torch.cuda.is_available()]
     for kind in kinds:
-        here, low = torch.device(kind), usual_dtype(on_cuda=kind == "cuda")
+        here, low = torch.device(kind), kind_of(kind).usual_dtype
         if show:
             found = device_for(here, low, calibrate=True)
         else:
             found = measure_again(here, low)
-        Console().print(speeds_table(found, low))
+        Console().print(_speeds_table(found, low))
+
+
+def _speeds_table(device: Device, low: torch.dtype) -> Table:
+    """The figures by which ops on `device` are priced, fp32 beside `low`."""
+    from rich.table import Table
+
+    from autoamp.dtypes import HIGH_DTYPE, short_name
+
+    both = device.high, device.low
+    table = Table("", short_name(HIGH_DTYPE), short_name(low), title=device.name)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    table.add_row("memory bandwidth, GB/s", f"{device.bytes_per_ns:g}", "")
+    table.add_row("start of an op, \u00b5s", f"{device.launch_ns / 1e3:.1f}", "")
+    starts = (f"{rates.start_ns / 1e3:.1f}" for rates in both)
+    table.add_row("start of a product, \u00b5s more", *starts)
+    for rows in sorted({rows for rates in both for rows, _ in rates.products}):
+        said = f"product of {rows:g} row{'' if rows == 1 else 's'}, GFLOP/s"
+        table.add_row(said, *_flops(device, "matmul", rows))
+    table.add_row("convolution, GFLOP/s", *_flops(device, "conv", 1))
+    table.add_row("  of each channel, GFLOP/s", *_flops(device, "channelwise", 1))
+    table.add_row("batched product, GFLOP/s", *_flops(device, "batched", math.inf))
+    whole: Curve = ((1.0, device.bytes_per_ns),)
+    table.add_row("light op, GB/s", *(_range(rates.light or whole) for rates in both))
+    table.add_row("heavy op, GB/s", *(_range(rates.heavy or whole) for rates in both))
+    table.add_row("cast, GB/s", _range(device.casts or whole), "")
+    return table
+
+
+def _flops(device: Device, kind: str, rows: float) -> list[str]:
+    rates = (device.flops_per_ns(kind, rows, low=low) for low in (False, True))
+    return [f"{rate:.3g}" for rate in rates]
+
+
+def _range(curve: Curve) -> str:
+    """The rates of a curve, from the least size to the largest."""
+    return ", ".join(f"{rate:.3g}" for _, rate in curve)

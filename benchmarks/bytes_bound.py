@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from autoamp import compat
 from autoamp.analyse.classified import Classified
+from autoamp.calibrate.prices import Operand, op_specimen
 from autoamp.counted.traffic import count_traffic
 from autoamp.dtypes import HIGH_DTYPE
 from autoamp.kernels.attention_backward.condition import attention_at
@@ -33,7 +34,6 @@ from autoamp.place.cost import Prices
 from autoamp.place.devices import NEUTRAL
 from autoamp.place.problem import build_problem, least_cost, returned_and_used
 from autoamp.rewrite.rewritten import Rewritten
-from autoamp.tuning.specimen import Operand, op_specimen
 
 _BESIDE_SUM = 3
 """Tensors that the sum of two gradients moves: two are read, and one is written."""

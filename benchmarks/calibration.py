@@ -19,8 +19,7 @@ import torch
 from rich.progress import track
 
 import autoamp
-from autoamp.calibrate.measure import NoTimeError, measured
-from autoamp.calibrate.speeds import device_from
+from autoamp.calibrate.speeds import NoTimeError, device_from, measured
 from autoamp.place.assign import assign
 from autoamp.place.cost import price_graph
 from autoamp.place.devices import Device, device_of

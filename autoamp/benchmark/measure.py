@@ -25,7 +25,7 @@ from autoamp.benchmark.step.batch import batch_size, resized
 from autoamp.benchmark.step.running import Running, device_of
 from autoamp.benchmark.step.task import Task
 from autoamp.benchmark.step.ways import Way
-from autoamp.calibrate.hardware import device_name
+from autoamp.calibrate.clock import device_name
 from autoamp.dtypes import short_name
 from autoamp.errors import OptionError
 from autoamp.printable import class_name, printable_line

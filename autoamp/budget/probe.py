@@ -22,7 +22,7 @@ from autoamp.analyse.verdict import CEILING, Mode
 from autoamp.graph_functions import checkpointed
 from autoamp.node_by_node.observer import Observer
 from autoamp.node_by_node.runner import Runner
-from autoamp.place.chosen import OpKey, keys_of
+from autoamp.place.assign import OpKey, keys_of
 from autoamp.rewrite.rewritten import Rewritten
 
 RETURNED = "<returned>"

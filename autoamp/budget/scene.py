@@ -11,10 +11,9 @@ from autoamp.analyse.facts import FP32
 from autoamp.budget.probe import edges_of
 from autoamp.budget.sensitivity import Squares
 from autoamp.options import Options
-from autoamp.place.again import Again
-from autoamp.place.assign import legal_energy
-from autoamp.place.chosen import Chosen, OpKey, keys_of
+from autoamp.place.assign import Chosen, OpKey, keys_of, legal_energy
 from autoamp.place.cost import UNIT_NS, as_authors_ask, price_graph
+from autoamp.place.mincut import Again
 from autoamp.place.policies import project
 from autoamp.place.problem import build_problem, least_cost
 from autoamp.place.two_sides import Crossing, Problem

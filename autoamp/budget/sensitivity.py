@@ -34,7 +34,7 @@ from torch import Tensor
 
 from autoamp.budget.probe import Edge, Trace, Use, rounding_error
 from autoamp.dtypes import largest, needs_loss_scale
-from autoamp.place.chosen import OpKey
+from autoamp.place.assign import OpKey
 
 _LEAST = 1e-60
 """Stands for the size of a result that is zero, whose relative error has no meaning."""

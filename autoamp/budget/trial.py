@@ -20,7 +20,7 @@ from autoamp.errors import OptionError
 from autoamp.node_by_node.held import Held
 from autoamp.node_by_node.runner import Runner
 from autoamp.pipeline.prepared import Prepared
-from autoamp.place.chosen import Chosen
+from autoamp.place.assign import Chosen
 from autoamp.printable import class_name
 
 

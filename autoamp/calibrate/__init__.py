@@ -1,1 +1,1 @@
-"""The speeds of the device at hand: measured once, kept on disk, used as prices."""
+"""Measured speeds: of the device at hand, of single ops, and of whole calls."""

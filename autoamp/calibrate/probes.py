@@ -6,6 +6,7 @@ turns, so that a processor's caches hold none of them, as in a model of ordinary
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE, short_name
 
 ROWS = (1, 4, 16, 64, 256)
@@ -33,72 +35,45 @@ STREAM = 2**23
 _SMALL = 16
 """The width of products that take no longer than their start."""
 
+_LAYOUTS = {"": torch.contiguous_format, ", channels last": torch.channels_last}
+
 
 @dataclass(frozen=True)
 class Shapes:
     """The sizes of products on one type of device.
 
     Attributes:
-        inside, out: the sizes of the weight of a matrix product.
+        weight: the shape of the weight of a matrix product: results, operands.
         weights: how many weights take turns.
-        image, kernel: the shapes of a convolution's operands.
+        image, kernel: the shapes of a convolution's operands; its output is as large.
         filters: the kernel of a convolution of each channel by itself.
         heads: the shape of the operands of a batched product, as attention has it.
     """
 
-    inside: int
-    out: int
+    weight: tuple[int, int]
     weights: int
     image: tuple[int, ...]
     kernel: tuple[int, ...]
     filters: tuple[int, ...]
-    heads: tuple[int, ...]
-
-    @property
-    def flops_of_a_row(self) -> int:
-        """Floating-point operations of a matrix product with one row."""
-        return 2 * self.inside * self.out
-
-    @property
-    def flops_of_the_convolution(self) -> int:
-        """Floating-point operations of the convolution, whose output is as large."""
-        return 2 * math.prod(self.image[2:]) * self.image[0] * math.prod(self.kernel)
-
-    @property
-    def flops_of_the_filters(self) -> int:
-        """The same for the convolution of each channel by itself."""
-        return 2 * math.prod(self.image[2:]) * self.image[0] * math.prod(self.filters)
-
-    @property
-    def flops_of_the_heads(self) -> int:
-        """Floating-point operations of the batched product of queries and keys."""
-        batch, length, width = self.heads
-        return 2 * batch * length * length * width
+    heads: tuple[int, int, int]
 
 
 _ON_CPU = Shapes(
-    inside=1024,
-    out=2048,
+    weight=(2048, 1024),
     weights=8,
     image=(2, 64, 56, 56),
     kernel=(64, 64, 3, 3),
     filters=(64, 1, 7, 7),
     heads=(24, 256, 64),
 )
-_ELSEWHERE = Shapes(
-    inside=4096,
-    out=4096,
+_ELSEWHERE = Shapes(  # a GPU needs larger products to be busy
+    weight=(4096, 4096),
     weights=4,
     image=(32, 128, 56, 56),
     kernel=(128, 128, 3, 3),
     filters=(128, 1, 7, 7),
     heads=(192, 1024, 64),
 )
-
-
-def shapes_for(device_type: str) -> Shapes:
-    """The sizes of products: a GPU needs larger ones to be busy."""
-    return _ON_CPU if device_type == "cpu" else _ELSEWHERE
 
 
 @dataclass(frozen=True)
@@ -108,110 +83,111 @@ class Probe:
     Attributes:
         name: the name of its time, such as "bf16 product of 4 rows".
         call: makes the call once.
-        times: how many calls one reading makes.
+        work: what the call does: floating-point operations of a product, bytes that
+            another op reads and writes.
+        times: how many calls one reading makes, so that the shortest are many times the
+            clock's tick.
     """
 
     name: str
     call: Callable[[], object]
+    work: int = 0
     times: int = 1
 
 
-def probes(device: torch.device, low: torch.dtype) -> list[Probe]:
+def probes(
+    device: torch.device, low: torch.dtype, type_: str | None = None
+) -> list[Probe]:
     """The calls for a device and a low dtype, made ready.
 
     Ops of all sizes share their operands: on a CPU all tensors together take 230 MB.
     They write to memory that is there already, since how long new memory takes depends
     on what the process has freed before.
+
+    Args:
+        type_: the type of device whose shapes are used; by default that of `device`.
     """
+    shapes = _ON_CPU if (type_ or device.type) == "cpu" else _ELSEWHERE
     one = _filled(1, device=device, dtype=HIGH_DTYPE)
-    found = [Probe("start of an op", lambda: torch.neg(one), 50)]
     x, y, out = (_filled(STREAM, device=device, dtype=HIGH_DTYPE) for _ in range(3))
-    found.append(Probe("stream", lambda: torch.add(x, y, out=out)))
     shorter = [_filled(SIZES[-1], device=device, dtype=low) for _ in range(3)]
     return [
-        *found,
-        *_products(device, HIGH_DTYPE),
-        *_products(device, low),
+        Probe("start of an op", lambda: torch.neg(one), times=50),
+        Probe("stream", lambda: torch.add(x, y, out=out), 3 * x.nbytes),
+        *_products(device, HIGH_DTYPE, shapes),
+        *_products(device, low, shapes),
         *_ops(x, y, out),
         *_ops(*shorter),
         *_casts(x, shorter[0]),
     ]
 
 
-def names(low: torch.dtype) -> frozenset[str]:
-    """The names of all probes for a low dtype."""
-    found = ["start of an op", "stream"]
-    for dtype in map(short_name, (HIGH_DTYPE, low)):
-        found.append(f"{dtype} start of a product")
-        found += [f"{dtype} product of {rows} rows" for rows in ROWS]
-        found += [f"{dtype} convolution", f"{dtype} convolution, channels last"]
-        found += [f"{dtype} convolution of each channel", f"{dtype} batched product"]
-        for kind in ("light", "heavy"):
-            found += [f"{dtype} {kind} op of {size} numbers" for size in SIZES]
-    return frozenset([*found, *(f"cast of {size} numbers" for size in SIZES)])
+@functools.cache
+def work_of(low: torch.dtype, type_: str) -> dict[str, int]:
+    """The name of each probe, and its work."""
+    with compat.on_real_numbers():
+        every = probes(torch.device("meta"), low, type_)
+    return {probe.name: probe.work for probe in every}
 
 
 def _filled(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     return torch.full(shape, 0.5, dtype=dtype, device=device)
 
 
-def _products(device: torch.device, dtype: torch.dtype) -> Iterator[Probe]:
-    on: Any = {"device": device, "dtype": dtype}
-    name, shapes = short_name(dtype), shapes_for(device.type)
-    small = _filled(_SMALL, _SMALL, **on)
+def _products(
+    device: torch.device, dtype: torch.dtype, shapes: Shapes
+) -> Iterator[Probe]:
+    filled: Any = partial(_filled, device=device, dtype=dtype)
+    name, small = short_name(dtype), filled(_SMALL, _SMALL)
     start = f"{name} start of a product"
-    yield Probe(start, lambda: functional.linear(small, small), 20)
-    held = [_filled(shapes.out, shapes.inside, **on) for _ in range(shapes.weights)]
+    yield Probe(start, lambda: functional.linear(small, small), times=20)
+    held = [filled(*shapes.weight) for _ in range(shapes.weights)]
     for rows in ROWS:
-        x, turns = _filled(rows, shapes.inside, **on), itertools.cycle(held)
-        times = 4 if rows <= ROWS[1] else 1
+        x, turns = filled(rows, shapes.weight[1]), itertools.cycle(held)
 
         def product(x: torch.Tensor = x, turns: Any = turns) -> torch.Tensor:
             return functional.linear(x, next(turns))
 
-        yield Probe(f"{name} product of {rows} rows", product, times)
+        flops = 2 * rows * math.prod(shapes.weight)
+        times = 4 if rows <= ROWS[1] else 1
+        yield Probe(f"{name} product of {rows} rows", product, flops, times)
+    positions = 2 * shapes.image[0] * math.prod(shapes.image[2:])
     for said, layout in _LAYOUTS.items():
         image, kernel = (
-            _filled(*shape, **on).contiguous(memory_format=layout)
+            filled(*shape).contiguous(memory_format=layout)
             for shape in (shapes.image, shapes.kernel)
         )
         convolution = partial(functional.conv2d, image, kernel, padding=1)
-        yield Probe(f"{name} convolution{said}", convolution)
-    image, filters = (_filled(*shape, **on) for shape in (shapes.image, shapes.filters))
+        flops = positions * math.prod(shapes.kernel)
+        yield Probe(f"{name} convolution{said}", convolution, flops)
+    image, filters = filled(*shapes.image), filled(*shapes.filters)
     each = partial(
         functional.conv2d, image, filters, padding=3, groups=shapes.filters[0]
     )
-    yield Probe(f"{name} convolution of each channel", each)
-    heads = _filled(*shapes.heads, **on)
-    yield Probe(f"{name} batched product", partial(torch.bmm, heads, heads.mT))
-
-
-_LAYOUTS = {"": torch.contiguous_format, ", channels last": torch.channels_last}
+    flops = positions * math.prod(shapes.filters)
+    yield Probe(f"{name} convolution of each channel", each, flops)
+    batch, length, width = shapes.heads
+    heads, flops = filled(*shapes.heads), 2 * batch * length * length * width
+    yield Probe(f"{name} batched product", partial(torch.bmm, heads, heads.mT), flops)
 
 
 def _ops(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> Iterator[Probe]:
     name = short_name(x.dtype)
     for size in SIZES:
-        parts = x[:size], y[:size], out[:size]
-        for kind, call in (("light", _light), ("heavy", _heavy)):
+        one, other, result = x[:size], y[:size], out[:size]
+        light = partial(torch.add, one, other, out=result)
+        heavy = partial(torch.erf, one, out=result)
+        for kind, call, tensors in (("light", light, 3), ("heavy", heavy, 2)):
             said = f"{name} {kind} op of {size} numbers"
-            yield Probe(said, partial(call, *parts), _calls(size))
-
-
-def _light(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> object:
-    return torch.add(x, y, out=out)
-
-
-def _heavy(x: torch.Tensor, _: torch.Tensor, out: torch.Tensor) -> object:
-    return torch.erf(x, out=out)
+            yield Probe(said, call, tensors * one.nbytes, _calls(size))
 
 
 def _casts(x: torch.Tensor, low: torch.Tensor) -> Iterator[Probe]:
     for size in SIZES:
         cast = partial(low[:size].copy_, x[:size])
-        yield Probe(f"cast of {size} numbers", cast, _calls(size))
+        moved = x[:size].nbytes + low[:size].nbytes
+        yield Probe(f"cast of {size} numbers", cast, moved, _calls(size))
 
 
 def _calls(size: int) -> int:
-    """How many calls a reading makes: the shortest are many times the clock's tick."""
     return 8 if size == SIZES[0] else 1

@@ -11,11 +11,10 @@ import contextlib
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,16 @@ from autoamp.messages import log_once
 logger = logging.getLogger(__name__)
 
 FOLDER = "AUTOAMP_CACHE_DIR"
-"""The environment variable that names another folder for measured times."""
+"""The environment variable that names another folder for measured times.
+
+Without it they are in `autoamp` in the user's folder for caches.
+"""
 
 _MOST_BYTES = 2**25
-"""The most bytes read of a file: about 300,000 times."""
+"""The most bytes read of a file: about 300,000 times of ops."""
+
+_LONGEST_LINE = 10_000
+"""The most characters of a line: the times of all probes take 2,500."""
 
 _LONGEST = 200
 """The most characters of a key."""
@@ -36,8 +41,14 @@ _MOST_NS = 1e12
 """Longer times (a quarter of an hour) are taken for damaged lines."""
 
 
-def folder() -> Path:
-    """`AUTOAMP_CACHE_DIR`, or `autoamp` in the user's folder for caches."""
+def is_time(key: str, nanoseconds: Any) -> bool:
+    """Whether a line may be the time of an op or a cast."""
+    if isinstance(nanoseconds, bool) or not isinstance(nanoseconds, int | float):
+        return False
+    return len(key) <= _LONGEST and 0 < nanoseconds < _MOST_NS  # which no NaN is
+
+
+def _folder() -> Path:
     named = os.environ.get(FOLDER)
     if named:
         return Path(named).expanduser()
@@ -45,80 +56,59 @@ def folder() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "autoamp"
 
 
-def path_for(description: str) -> Path:
-    """The file for the times of a device and its libraries, by a description."""
-    words = re.sub(r"[^a-z0-9]+", "-", description.lower()).strip("-")[:60]
-    digest = hashlib.sha256(description.encode()).hexdigest()[:12]
-    return folder() / f"{words}-{digest}.jsonl"
-
-
-def append(path: Path, lines: str) -> None:
-    """Appends whole lines; if the disk fails, a warning says so."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
-            # The first newline ends a line that another process left cut off.
-            os.write(file, f"\n{lines}".encode())
-    except OSError as error:
-        log_once(
-            logger,
-            logging.WARNING,
-            f"autoamp: measured times cannot be stored on disk: {error}",
-        )
-
-
-def lines_of(path: Path, longest: int) -> Iterator[Any]:
-    """The values in a file's lines; none where there is no file.
-
-    Args:
-        longest: the most characters of a line that is read.
-    """
-    try:
-        with _opened(path, os.O_RDONLY) as file:
-            content = _content(file)
-    except OSError:
-        return
-    for line in content.decode(errors="replace").splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            if 0 < len(line) <= longest:
-                yield json.loads(line)
-
-
 class Store:
-    """The times measured under one description of the device and its libraries.
+    """What was measured under one description of the device and its libraries.
 
-    A line of the file is `["key", nanoseconds]`.
+    A line of the file is `["key", value]`.  Of several values of one key the first
+    counts, so that two processes that have measured at once take the same.
 
     Attributes:
         path: the file.
-        known: key to nanoseconds.
+        known: key to value.
     """
 
-    def __init__(self, description: str) -> None:
-        self.path = path_for(description)
-        self.known = _read(self.path)
+    def __init__(
+        self, description: str, is_sane: Callable[[str, Any], bool] = is_time
+    ) -> None:
+        words = re.sub(r"[^a-z0-9]+", "-", description.lower()).strip("-")[:60]
+        digest = hashlib.sha256(description.encode()).hexdigest()[:12]
+        self.path = _folder() / f"{words}-{digest}.jsonl"
+        self._is_sane = is_sane
+        self.known = self._read()
 
-    def add(self, times: Mapping[str, float]) -> None:
-        """Stores `times`, in nanoseconds; if the disk fails, for this process only."""
-        self.known.update(times)
-        if times:
-            lines = (f"{json.dumps([k, ns])}\n" for k, ns in times.items())
-            append(self.path, "".join(lines))
+    def add(self, found: Mapping[str, Any]) -> None:
+        """Stores `found`; if the disk fails, for this process only, with a warning."""
+        if not found:
+            return
+        lines = "".join(f"{json.dumps([k, value])}\n" for k, value in found.items())
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with _opened(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
+                # The first newline ends a line that another process left cut off.
+                os.write(file, f"\n{lines}".encode())
+        except OSError as error:
+            log_once(
+                logger,
+                logging.WARNING,
+                f"autoamp: measured times cannot be stored on disk: {error}",
+            )
+        self.known = {**found, **self.known, **self._read()}
 
-
-def _read(path: Path) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for line in lines_of(path, 2 * _LONGEST):
-        match line:
-            case [str(key), int() | float() as ns] if _is_sane(key, ns):
-                found[key] = float(ns)
-    return found
-
-
-def _is_sane(key: str, nanoseconds: float) -> bool:
-    if isinstance(nanoseconds, bool) or len(key) > _LONGEST:
-        return False
-    return 0 < nanoseconds < _MOST_NS and math.isfinite(nanoseconds)
+    def _read(self) -> dict[str, Any]:
+        known: dict[str, Any] = {}
+        try:
+            with _opened(self.path, os.O_RDONLY) as file:
+                content = _content(file)
+        except OSError:
+            return known
+        for line in content.decode(errors="replace").splitlines():
+            if not 0 < len(line) <= _LONGEST_LINE:
+                continue
+            with contextlib.suppress(ValueError, RecursionError):
+                match json.loads(line):
+                    case [str(key), value] if self._is_sane(key, value):
+                        known.setdefault(key, value)
+        return known
 
 
 def _content(file: int) -> bytes:

@@ -12,7 +12,7 @@ from autoamp.analyse.verdict import GAVE_UP
 from autoamp.errors import PlacementError
 from autoamp.inspect.rows import allow_in_fp32
 from autoamp.pass_options import PassOptions
-from autoamp.place.again import Again
+from autoamp.place.mincut import Again
 from autoamp.place.problem import contradiction_of, held, promised_casts
 from autoamp.place.two_sides import Group
 from autoamp.rewrite.rewritten import Rewritten

@@ -9,7 +9,7 @@ from importlib import metadata
 import torch
 
 from autoamp import compat
-from autoamp.calibrate.hardware import device_name
+from autoamp.calibrate.clock import device_name
 from autoamp.dtypes import LOW_TABLE, LowDtype
 from autoamp.place.devices import device_of
 

@@ -17,8 +17,7 @@ from autoamp.inspect.devices import made_with
 from autoamp.inspect.figures import Document
 from autoamp.inspect.rows import Section, portable_row, target_name
 from autoamp.inspect.text import attempt, portable, portable_place
-from autoamp.place.devices import NEUTRAL
-from autoamp.place.figures import figures_of
+from autoamp.place.devices import NEUTRAL, figures_of
 from autoamp.rewrite.emitted import is_use
 from autoamp.saved.rows import FP32, SCHEMA, VERSION, OpRow
 

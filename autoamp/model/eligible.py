@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from autoamp import compat, foreign
-from autoamp.dtypes import LOW_DTYPES, parse_low_dtype, short_name, usual_dtype
+from autoamp.dtypes import LOW_DTYPES, parse_low_dtype, short_name
 from autoamp.errors import UnsupportedModelError
 from autoamp.inspect.text import CANNOT_PAY
 from autoamp.model.methods import computing_methods
 from autoamp.options import Options
 from autoamp.pass_options import PassOptions
-from autoamp.place.devices import device_of, named_device
+from autoamp.place.devices import KINDS, device_of, kind_of, named_device
 from autoamp.printable import class_name
 
 
@@ -149,7 +149,7 @@ def choose_device_precision(
     """
     low = parse_low_dtype(options.precision)
     if low is None:
-        low = usual_dtype(on_cuda=str(device).startswith("cuda"))
+        low = kind_of(device).usual_dtype
     if isinstance(device, torch.device):
         profile = device_of(device, low)
     else:
@@ -218,4 +218,5 @@ def choose_graph_precision(
     if low is not None:
         return low
     tensors = [*gm.parameters(), *(t for t in example_inputs if torch.is_tensor(t))]
-    return usual_dtype(on_cuda=any(t.device.type == "cuda" for t in tensors))
+    kinds = [kind_of(t.device) for t in tensors]
+    return next((k for k in kinds if k.is_asynchronous), KINDS["cpu"]).usual_dtype

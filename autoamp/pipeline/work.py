@@ -12,12 +12,11 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import Facts
-from autoamp.calibrate.calibrated import device_for
+from autoamp.calibrate.speeds import device_for
 from autoamp.pass_options import PassOptions
 from autoamp.place.assign import Assignment
 from autoamp.place.cost import PriceModel, Prices
-from autoamp.place.devices import Device, main_device
-from autoamp.place.figures import device_with
+from autoamp.place.devices import Device, device_with, main_device
 from autoamp.rewrite.edge.scale_edge import Edge
 from autoamp.rewrite.emitted import Cast
 from autoamp.rewrite.rewritten import Rewritten

@@ -1,13 +1,17 @@
-"""The roofline of each device: its bandwidth, its peaks, whether low precision pays.
+"""The devices: what the package asks of a type, and the roofline of each product.
 
-The figures, each with its source, stand in `devices.toml`.
+A new type of device is a row of `KINDS` and a table of its products in `devices.toml`,
+where the figures stand, each with its source.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
+import math
 import tomllib
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +19,125 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.dtypes import LOW_DTYPES, NARROWEST, short_name
+from autoamp.compat.fp32_precision import KINDS as TF32_KINDS
+from autoamp.dtypes import HIGH_DTYPE, NARROWEST, short_name
 from autoamp.errors import OptionError
-from autoamp.place.rates import BY_ROOFLINE, Curve, Rates, rate_at
+from autoamp.printable import printable_line
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the package asks of a type of device; torch's type is the row's name.
+
+    Attributes:
+        usual_dtype: the low dtype that `precision="auto"` chooses.
+        is_asynchronous: whether a call starts a kernel and returns before its end, so
+            that one op on many tensors is faster than many ops, and a clock must wait.
+        has_tf32: whether torch may multiply fp32 numbers in TF32.
+        without_units: the peak in a dtype that the device has no units for, as a share
+            of its peak in fp32.
+        model_here: gives the name in `devices.toml` of a device of this machine, or ""
+            where the device is older than those; None for types without figures.
+    """
+
+    usual_dtype: torch.dtype = torch.bfloat16
+    is_asynchronous: bool = False
+    has_tf32: bool = False
+    without_units: float = 1.0
+    model_here: Callable[[torch.device, torch.dtype], str] | None = None
+
+
+def _cuda_here(device: torch.device, _: torch.dtype) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    capabilities = {
+        int(name.removeprefix("sm_")): name
+        for name, row in figures().items()
+        if row["type"] == "cuda"
+    }
+    known = [c for c in capabilities if c <= 10 * major + minor]
+    return capabilities[max(known)] if known else ""
+
+
+def _cpu_here(_: torch.device, low: torch.dtype) -> str:
+    unit = compat.cpu_low_precision_units().get(low, "plain")
+    return "amx" if unit == "amx_bf16" else unit
+
+
+KINDS = {
+    "cpu": Kind(without_units=0.25, model_here=_cpu_here),
+    "cuda": Kind(
+        usual_dtype=torch.float16,
+        is_asynchronous=True,
+        has_tf32=True,
+        model_here=_cuda_here,
+    ),
+    "xpu": Kind(is_asynchronous=True),
+}
+"""The types of devices that the package knows, by torch's names."""
+
+_OTHER = Kind()
+
+
+def kind_of(device: torch.device | str) -> Kind:
+    """The row of a device, or of a name such as "cuda:sm_90"."""
+    return KINDS.get(str(device).partition(":")[0], _OTHER)
+
+
+def is_here(type_: str) -> bool:
+    """Whether this machine has a device of a type with figures."""
+    return kind_of(type_).model_here is not None and (
+        torch.get_device_module(type_).is_available()
+    )
+
+
+Curve = tuple[tuple[float, float], ...]
+"""Points (size, rate) with growing sizes; empty where no rate is known."""
+
+
+def rate_at(curve: Curve, size: float) -> float:
+    """The rate at a size: between two points the power law that goes through both.
+
+    Beyond the ends the rate is that of the last point.
+
+    Args:
+        curve: at least one point.
+    """
+    after = bisect.bisect_left(curve, (size,))
+    if after == 0 or after == len(curve):
+        return curve[min(after, len(curve) - 1)][1]
+    (x, low), (y, high) = curve[after - 1 : after + 1]
+    way = math.log(size / x) / math.log(y / x)
+    return low * math.exp(way * math.log(high / low))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast one precision is, where a peak and a bandwidth alone would mislead.
+
+    An empty curve, and a rate of 0, leave a figure to the roofline of the device.
+
+    Attributes:
+        products: number of rows of a matrix product to GFLOP/s.
+        convolution: GFLOP/s of a convolution.
+        channelwise: GFLOP/s of a convolution of each channel by itself.
+        batched: GFLOP/s of a batched product of matrices as attention has them.
+        light: bytes that an op reads and writes to GB/s, for an op that does little
+            more than that, such as an addition.
+        heavy: the same for an op with a function such as `exp` of each number.
+        start_ns: the fixed cost of a product beyond that of any op.
+    """
+
+    products: Curve = ()
+    convolution: float = 0.0
+    channelwise: float = 0.0
+    batched: float = 0.0
+    light: Curve = ()
+    heavy: Curve = ()
+    start_ns: float = 0.0
+
+
+BY_ROOFLINE = Rates()
+"""Rates that leave every figure to the roofline."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +179,7 @@ class Device:
     @property
     def starts_kernels(self) -> bool:
         """Whether one op on many tensors is faster than many ops: each is a kernel."""
-        return self.type == "cuda"
+        return kind_of(self.type).is_asynchronous
 
     def flops_per_ns(self, kind: str, rows: float, *, low: bool) -> float:
         """The rate of products, in GFLOP/s.
@@ -122,9 +242,6 @@ class Device:
         return self.type == "cpu" and self.low_flops_per_ns > self.high_flops_per_ns
 
 
-EMULATED = 0.25
-"""The low peak of a CPU without units for the dtype, as a share of the fp32 peak."""
-
 NEUTRAL = Device(
     "bytes only, as if low precision paid", 15.0, 2000.0, 100.0, 200.0, True
 )
@@ -143,37 +260,30 @@ def figures() -> dict[str, dict[str, Any]]:
 def roofline(model: str, low: torch.dtype) -> Device:
     """The roofline of device `model` of the table, computing in `low`."""
     row = figures()[model]
-    peak = row.get(short_name(low))
-    if peak is None and row["type"] == "cuda":
-        name = f"{row['name']} without {short_name(low)} units"
-        low_peak = float(row["fp32"])  # computed as fp32
-        known = roofline(model, next(d for n, d in LOW_DTYPES.items() if n in row))
-        return replace(
-            known,
-            name=name,
-            low_flops_per_ns=low_peak,
-            pays=False,
-            channels_last=False,
-            low_itemsize=low.itemsize,
-        )
+    name, peak = row["name"], row.get(short_name(low))
+    if peak is None and row["type"] != "cpu":
+        name += f" without {short_name(low)} units"
     return Device(
-        row["name"],
-        float(row["bytes_per_ns"]),
-        float(row["launch_ns"]),
-        float(row["fp32"]),
-        float(EMULATED * row["fp32"] if peak is None else peak),
-        peak is not None,
-        row["type"],
-        peak is not None and row.get("channels_last", False),
-        float(row.get("tf32", 0.0)),
-        compat.tf32_kinds() if "tf32" in row else frozenset(),
-        low.itemsize,
-        high=Rates(_curve(row.get("fp32_by_rows", {}))),
-        low=Rates(_curve(row.get(f"{short_name(low)}_by_rows", {}))),
+        name=name,
+        bytes_per_ns=float(row["bytes_per_ns"]),
+        launch_ns=float(row["launch_ns"]),
+        high_flops_per_ns=float(row["fp32"]),
+        low_flops_per_ns=float(
+            kind_of(row["type"]).without_units * row["fp32"] if peak is None else peak
+        ),
+        pays=peak is not None,
+        type=row["type"],
+        channels_last=peak is not None and row.get("channels_last", False),
+        tf32_flops_per_ns=float(row.get("tf32", 0.0)),
+        tf32_kinds=compat.tf32_kinds() if "tf32" in row else frozenset(),
+        low_itemsize=low.itemsize,
+        high=Rates(_by_rows(row, HIGH_DTYPE)),
+        low=Rates(_by_rows(row, low)),
     )
 
 
-def _curve(points: dict[str, float]) -> Curve:
+def _by_rows(row: Mapping[str, Any], dtype: torch.dtype) -> Curve:
+    points = row.get(f"{short_name(dtype)}_by_rows", {})
     return tuple(sorted((float(size), float(rate)) for size, rate in points.items()))
 
 
@@ -194,9 +304,10 @@ def named_device(name: str, low: torch.dtype) -> Device:
     kind, _, model = name.partition(":")
     if model in figures() and figures()[model]["type"] == kind:
         return roofline(model, low)
-    if name == "cpu" or (name == "cuda" and torch.cuda.is_available()):
+    if name in KINDS and is_here(name):
         return device_of(torch.device(name), low)
-    absent = "this machine has no GPU; " if name == "cuda" else ""
+    is_absent = name in KINDS and kind_of(name).model_here is not None
+    absent = "this machine has no GPU; " if is_absent else ""
     raise OptionError(
         f"device={name!r}: {absent}figures are known for {', '.join(known_devices())}"
     )
@@ -212,27 +323,19 @@ def memory_of(name: str) -> int | None:
 
     "cuda" is the first GPU of this machine.
     """
-    if name == "cuda" and torch.cuda.is_available():
-        return int(torch.cuda.mem_get_info()[1])
+    if name in KINDS and kind_of(name).is_asynchronous and is_here(name):
+        return int(torch.get_device_module(name).mem_get_info()[1])
     size = figures().get(name.partition(":")[2], {}).get("memory_gb")
     return None if size is None else int(size * 10**9)
 
 
 def device_of(device: torch.device, low: torch.dtype) -> Device:
     """The roofline for `device`, of this machine, computing in `low`."""
-    if device.type == "cuda" and torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability(device)
-        capabilities = {
-            int(name.removeprefix("sm_")): name
-            for name, row in figures().items()
-            if row["type"] == "cuda"
-        }
-        known = [c for c in capabilities if c <= 10 * major + minor]
-        return roofline(capabilities[max(known)], low) if known else _CUDA_OLD
-    if device.type == "cpu":
-        unit = compat.cpu_low_precision_units().get(low, "plain")
-        return roofline("amx" if unit == "amx_bf16" else unit, low)
-    return NEUTRAL
+    model_here = kind_of(device).model_here
+    if model_here is None or not is_here(device.type):
+        return NEUTRAL
+    model = model_here(device, low)
+    return roofline(model, low) if model else _CUDA_OLD
 
 
 def main_device(gm: fx.GraphModule) -> torch.device:
@@ -243,3 +346,97 @@ def main_device(gm: fx.GraphModule) -> torch.device:
         if isinstance(value, torch.Tensor):
             seen[value.device] = seen.get(value.device, 0) + 1
     return max(seen, key=lambda d: seen[d]) if seen else torch.device("cpu")
+
+
+# -- a device's figures as JSON: a report carries the prices that it was made by -------
+
+_BY_LOCK = ", by the lock"
+
+
+def figures_of(device: Device) -> dict[str, Any]:
+    """Every figure of a device, as values that JSON has."""
+    return asdict(device) | {"tf32_kinds": sorted(device.tf32_kinds)}
+
+
+def device_with(
+    devices: Sequence[Mapping[str, Any]], type_: str, low: torch.dtype
+) -> Device | None:
+    """The device of a saved report that is of a type and has a dtype as wide as `low`.
+
+    Args:
+        devices: the figures of each device of the report.
+
+    Returns:
+        None where the report has no such device, or where its figures cannot be used.
+    """
+    for figures in devices:
+        wanted = (type_, low.itemsize)
+        if (figures.get("type"), figures.get("low_itemsize")) == wanted:
+            return _read_device(figures)
+    return None
+
+
+def _read_device(figures: Mapping[str, Any]) -> Device | None:
+    try:
+        given = {each.name: _read(each.name, figures[each.name]) for each in _FIELDS}
+    except (KeyError, TypeError, ValueError):
+        return None  # another version of autoamp wrote the report
+    return Device(**given)
+
+
+_FIELDS = fields(Device)
+
+
+def _read(key: str, value: Any) -> Any:
+    """A figure as `Device` takes it.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is no such figure.
+    """
+    if key in ("high", "low"):
+        return Rates(
+            products=_read_curve(value["products"]),
+            convolution=_number(value["convolution"]),
+            channelwise=_number(value["channelwise"]),
+            batched=_number(value["batched"]),
+            light=_read_curve(value["light"]),
+            heavy=_read_curve(value["heavy"]),
+            start_ns=_number(value["start_ns"]),
+        )
+    if key == "casts":
+        return _read_curve(value)
+    if key == "tf32_kinds":
+        return frozenset(value) & frozenset(TF32_KINDS)
+    if key in ("pays", "channels_last"):
+        return bool(value)
+    if key == "type":
+        return value
+    if key == "name":
+        return printable_line(str(value), 200).removesuffix(_BY_LOCK) + _BY_LOCK
+    number = _number(value)
+    if key in _DIVISORS and not number:
+        raise ValueError(f"{key} is 0")
+    return number
+
+
+def _read_curve(points: Any) -> Curve:
+    found = tuple((_number(size), _number(rate)) for size, rate in points)
+    sizes = [size for size, _ in found]
+    if sizes != sorted(set(sizes)) or not all(x > 0 for pair in found for x in pair):
+        raise ValueError("sizes do not grow, or a rate is not positive")
+    return found
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is no number")
+    if not 0 <= value <= _LARGEST:  # NaN neither
+        raise ValueError("no device has such a figure")
+    return value
+
+
+_LARGEST = 1e18
+"""Larger figures are damaged ones: the fastest device has less than 1e8 GFLOP/s."""
+
+_DIVISORS = ("bytes_per_ns", "high_flops_per_ns", "low_flops_per_ns")
+"""The figures by which prices are divided."""

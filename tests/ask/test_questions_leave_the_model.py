@@ -96,7 +96,7 @@ def generators() -> str:
 @pytest.mark.thorough(but=["find_overflow"])
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_a_question_leaves_everything_as_it_was(question: str, monkeypatch) -> None:
-    monkeypatch.setattr("autoamp.tuning.tune._BUDGET", 0.01)
+    monkeypatch.setattr("autoamp.calibrate.tune._BUDGET", 0.01)
     model = Outer().eval()
     diaries = model.inner, model.hidden[0]
     before = [contents(diary) for diary in diaries], generators()
@@ -110,8 +110,8 @@ def test_a_question_leaves_everything_as_it_was(question: str, monkeypatch) -> N
 @pytest.mark.parametrize("name", ["fp32", "predicted", "measured"])
 def test_whichever_way_tune_keeps(name: str, monkeypatch) -> None:
     """The way that is kept is captured on the model itself."""
-    monkeypatch.setattr("autoamp.tuning.tune._BUDGET", 0.01)
-    contest = importlib.import_module("autoamp.tuning.tune")._Contest
+    monkeypatch.setattr("autoamp.calibrate.tune._BUDGET", 0.01)
+    contest = importlib.import_module("autoamp.calibrate.tune")._Contest
 
     def kept(self: Any) -> Any:
         ways = [r.way for r in self.runners if not r.way.by_autocast]

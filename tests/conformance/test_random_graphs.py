@@ -33,8 +33,7 @@ from autoamp.options import Options
 from autoamp.pipeline import work
 from autoamp.pipeline.run import rewrite_normalised
 from autoamp.pipeline.work import Setting
-from autoamp.place.devices import Device
-from autoamp.place.rates import Rates
+from autoamp.place.devices import Device, Rates
 from autoamp.rewrite import casts
 from autoamp.rewrite.emitted import CAST_KIND
 from autoamp.rewrite.rewritten import Rewritten

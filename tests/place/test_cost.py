@@ -23,9 +23,8 @@ from autoamp.analyse.verdict import Mode
 from autoamp.options import Options
 from autoamp.pipeline.run import rewrite_graph
 from autoamp.place.cost import Prices, price_graph
-from autoamp.place.devices import Device, device_of
+from autoamp.place.devices import Device, Rates, device_of, rate_at
 from autoamp.place.flops import flops_of
-from autoamp.place.rates import Rates, rate_at
 from autoamp.trace.normalise import normalise
 from tests.strategies import capture
 

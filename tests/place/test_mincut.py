@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from autoamp.errors import PlacementError
 from autoamp.place import mincut
-from autoamp.place.again import Again
-from autoamp.place.mincut import ContradictionError, solve
+from autoamp.place.mincut import Again, ContradictionError, solve
 from autoamp.place.problem import least_cost
 from autoamp.place.two_sides import Group, Problem, Solution, energy
 from tests.quick import explored

@@ -24,7 +24,7 @@ BESIDE = (
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"autoamp_heat"}),
-    frozenset({"messages", "printable"}),
+    frozenset({"ask.progress", "messages", "printable"}),
     frozenset({"errors", "dtypes"}),
     frozenset({"compat"}),
     frozenset({"foreign", "op_names", "kernels.*.function"}),
@@ -37,8 +37,9 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"trace"}),
     frozenset({"analyse"}),
     frozenset({"place"}),
-    frozenset({"calibrate", "check", "rewrite"}),
+    frozenset({"check", "rewrite"}),
     frozenset({"kernels"}),
+    frozenset({"calibrate"}),
     frozenset({"pipeline"}),
     frozenset({"node_by_node"}),
     frozenset({"overflow"}),
@@ -48,7 +49,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"capture"}),
     frozenset({"model"}),
     frozenset({"ask"}),
-    frozenset({"budget", "exported", "tuning"}),
+    frozenset({"budget", "calibrate.tune", "exported"}),
     frozenset({"benchmark"}),
     frozenset({"planning"}),
     frozenset({"meshes"}),

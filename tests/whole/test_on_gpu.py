@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp.calibrate import calibrated
-from autoamp.calibrate.calibrated import SWITCH
+from autoamp.calibrate import speeds
+from autoamp.calibrate.speeds import SWITCH
 from benchmarks.errors import relative_error
 
 pytestmark = pytest.mark.filterwarnings(
@@ -459,7 +459,7 @@ def test_calibration(where: str, tmp_path: Path, monkeypatch) -> None:
         pytest.skip("CPUs are measured in tests/calibrate")
     monkeypatch.setenv("AUTOAMP_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv(SWITCH, raising=False)
-    monkeypatch.setattr(calibrated, "_known", {})
+    monkeypatch.setattr(speeds, "_known", {})
     model = autoamp.convert(Net().to(where), precision="bf16", strict=True)
     loss_of(model, ids(where)).backward()
     print(autoamp.report(model))

@@ -14,12 +14,12 @@ from torch.utils import _pytree as pytree
 from autoamp.ask.stand_in import Call, copied
 from autoamp.benchmark.step.task import Feed, Task
 from autoamp.benchmark.step.ways import Way
+from autoamp.calibrate.tune import tune_model
 from autoamp.dtypes import needs_loss_scale
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.model.convert import convert_model, revert_model
 from autoamp.model.eligible import parameters_of
 from autoamp.printable import class_name, printable_line
-from autoamp.tuning.tune import tune_model
 
 
 class Running:

@@ -18,18 +18,24 @@ import torch
 from torch import nn
 
 import autoamp
-from autoamp.calibrate import calibrated
-from autoamp.calibrate.calibrated import SWITCH, device_for, measure_again
-from autoamp.calibrate.hardware import described
-from autoamp.calibrate.measure import NoTimeError, measured
-from autoamp.calibrate.probes import SIZES, Probe, names, probes
-from autoamp.calibrate.speeds import device_from, is_sane
+from autoamp.calibrate import speeds
+from autoamp.calibrate.clock import described
+from autoamp.calibrate.probes import SIZES, Probe, probes, work_of
+from autoamp.calibrate.speeds import (
+    SWITCH,
+    NoTimeError,
+    device_for,
+    device_from,
+    is_sane,
+    measure_again,
+    measured,
+)
 from autoamp.calibrate.store import FOLDER
-from autoamp.place.devices import Device, roofline
-from autoamp.place.figures import device_with, figures_of
+from autoamp.place.devices import Device, device_with, figures_of, roofline
 
 LOW, CPU = torch.bfloat16, torch.device("cpu")
 TABLE = roofline("avx512_bf16", LOW)
+NAMES = work_of(LOW, "cpu").keys()
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv(SWITCH, raising=False)
     units = {LOW: "avx512_bf16"}
     monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", lambda: units)
-    monkeypatch.setattr(calibrated, "_known", {})
+    monkeypatch.setattr(speeds, "_known", {})
     return tmp_path / "cache"
 
 
@@ -47,13 +53,13 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The factors of the measurements to come; each takes one off the front."""
     factors = [1.0, 2.0, 4.0]
 
-    order = sorted(names(LOW))
+    order = sorted(NAMES)
 
     def one(*_: Any) -> dict[str, float]:
         factor = factors.pop(0)
         return {name: 1000.0 * (1 + at) * factor for at, name in enumerate(order)}
 
-    monkeypatch.setattr(calibrated, "measured", one)
+    monkeypatch.setattr(speeds, "measured", one)
     return factors
 
 
@@ -62,7 +68,7 @@ def asked(**changes: Any) -> Device:
 
 
 def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrated, "_known", {})
+    monkeypatch.setattr(speeds, "_known", {})
 
 
 # -- measuring -------------------------------------------------------------------------
@@ -71,8 +77,8 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.thorough
 def test_all_probes_have_a_name_and_run() -> None:
     every = probes(CPU, LOW)
-    assert {probe.name for probe in every} == names(LOW)
-    assert len(every) == len(names(LOW)), "a name occurs twice"
+    assert {probe.name for probe in every} == NAMES
+    assert len(every) == len(NAMES), "a name occurs twice"
     for probe in every:
         if str(SIZES[-1]) not in probe.name:
             assert probe.call() is not None
@@ -81,34 +87,34 @@ def test_all_probes_have_a_name_and_run() -> None:
 def test_measuring_ends_in_time_and_draws_no_random_number() -> None:
     before = torch.get_rng_state()
     with contextlib.suppress(NoTimeError):  # on a busy machine
-        assert is_sane(measured(CPU, LOW), LOW)
+        assert is_sane(measured(CPU, LOW), LOW, CPU)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.thorough
 def test_modes_of_the_caller_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside a capture, tensors would be fake, and times those of Python."""
-    monkeypatch.setattr("autoamp.calibrate.measure._AGREE", math.inf)
-    monkeypatch.setattr("autoamp.calibrate.measure._MOST", 1)
+    monkeypatch.setattr("autoamp.calibrate.speeds._AGREE", math.inf)
+    monkeypatch.setattr("autoamp.calibrate.speeds._MOST", 1)
     with torch._subclasses.FakeTensorMode(), torch.autocast("cpu", LOW):
-        assert is_sane(measured(CPU, LOW, seconds=60), LOW)
+        assert is_sane(measured(CPU, LOW, seconds=60), LOW, CPU)
 
 
 def test_readings_that_differ_are_no_measurement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A neighbour that takes the processor now and then, and at last always."""
-    module = "autoamp.calibrate.measure."
+    module = "autoamp.calibrate.speeds."
     monkeypatch.setattr(f"{module}probes", lambda *_: [Probe("one", lambda: None)])
     for readings, is_one in (
         ([90.0, 10.0, 30.0, 19.0], True),
         ([90.0, 10.0, 30.0, 21.0], False),
     ):
         given = itertools.cycle(readings)
-        monkeypatch.setattr(f"{module}_reading", lambda *_, g=given: next(g))
+        monkeypatch.setattr(f"{module}seconds_of", lambda *_, g=given: next(g) / 1e9)
         monkeypatch.setattr(f"{module}_MOST", len(readings))
         if is_one:
-            assert measured(CPU, LOW) == {"one": 10.0}
+            assert measured(CPU, LOW)["one"] == pytest.approx(10.0)
         else:
             with pytest.raises(NoTimeError):
                 measured(CPU, LOW)
@@ -123,7 +129,7 @@ def test_too_slow_a_device_gives_up() -> None:
 
 
 def flat(ns: float) -> dict[str, float]:
-    return dict.fromkeys(names(LOW), ns)
+    return dict.fromkeys(NAMES, ns)
 
 
 def test_a_figure_is_what_was_measured_less_the_start() -> None:
@@ -200,7 +206,7 @@ def test_other_threads_are_another_machine(measurements: list[float]) -> None:
 def test_another_clock_is_another_machine(
     measurements: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autoamp.calibrate.hardware._CLOCK", tmp_path)
+    monkeypatch.setattr("autoamp.calibrate.clock._CLOCK", tmp_path)
     limit = tmp_path / "scaling_max_freq"
     limit.write_text("3000000\n")
     first = asked()
@@ -214,8 +220,8 @@ def test_each_dtype_is_measured(measurements: list[float]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         units = dict.fromkeys((LOW, torch.float16), "amx_fp16")
         patch.setattr("autoamp.compat.cpu_low_precision_units", lambda: units)
-        half = {n.replace("bf16", "fp16"): 1e6 for n in names(LOW)}
-        patch.setattr(calibrated, "measured", lambda *_: half)
+        half = {n.replace("bf16", "fp16"): 1e6 for n in NAMES}
+        patch.setattr(speeds, "measured", lambda *_: half)
         assert device_for(CPU, torch.float16, calibrate=True).name.endswith("measured")
 
 
@@ -226,13 +232,13 @@ def test_each_dtype_is_measured(measurements: list[float]) -> None:
         lambda line: line.replace("[", "{", 1),
         lambda line: '["bf16", {}]',
         lambda line: line.replace("fp32 convolution", "fp32 revolution", 1),
-        lambda line: json.dumps(["bf16", dict.fromkeys(names(LOW), -1.0)]),
-        lambda line: json.dumps(["bf16", dict.fromkeys(names(LOW), 1e300)]),
-        lambda line: json.dumps(["bf16", dict.fromkeys(names(LOW), 10**400)]),
-        lambda line: json.dumps(["bf16", dict.fromkeys(names(LOW), math.nan)]),
-        lambda line: json.dumps(["bf16", dict.fromkeys(names(LOW), True)]),
-        lambda line: json.dumps(["bf16", dict.fromkeys(names(LOW), "fast")]),
-        lambda line: json.dumps(["bf16", {**dict.fromkeys(names(LOW), 9.0), "x": 1}]),
+        lambda line: json.dumps(["bf16", dict.fromkeys(NAMES, -1.0)]),
+        lambda line: json.dumps(["bf16", dict.fromkeys(NAMES, 1e300)]),
+        lambda line: json.dumps(["bf16", dict.fromkeys(NAMES, 10**400)]),
+        lambda line: json.dumps(["bf16", dict.fromkeys(NAMES, math.nan)]),
+        lambda line: json.dumps(["bf16", dict.fromkeys(NAMES, True)]),
+        lambda line: json.dumps(["bf16", dict.fromkeys(NAMES, "fast")]),
+        lambda line: json.dumps(["bf16", {**dict.fromkeys(NAMES, 9.0), "x": 1}]),
         lambda line: "[" * 5000,
     ],
 )
@@ -273,7 +279,7 @@ def test_of_two_that_measure_at_once_both_take_the_first_line(
         file.write_text(line)  # the other process is done before this one
         return flat(5e5)
 
-    monkeypatch.setattr(calibrated, "measured", slower)
+    monkeypatch.setattr(speeds, "measured", slower)
     assert asked() == first
 
 
@@ -288,7 +294,7 @@ def test_no_time_is_said(
     def slow(*_: Any) -> None:
         raise NoTimeError
 
-    monkeypatch.setattr(calibrated, "measured", slow)
+    monkeypatch.setattr(speeds, "measured", slow)
     found = asked()
     assert replace(found, name="") == replace(TABLE, name="")
     assert "by a table, as it was too busy to be measured in 0.5 s" in found.name
@@ -300,13 +306,13 @@ def test_a_device_that_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(calibrated, "measured", fails)
+    monkeypatch.setattr(speeds, "measured", fails)
     assert "measuring failed (RuntimeError: out of memory)" in asked().name
 
 
 @pytest.mark.parametrize("value", ["0", "off", " FALSE "])
 def test_the_switch(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrated, "measured", None)
+    monkeypatch.setattr(speeds, "measured", None)
     monkeypatch.setenv(SWITCH, value)
     assert asked() == TABLE
     monkeypatch.delenv(SWITCH)
@@ -317,7 +323,7 @@ def test_nothing_is_measured_where_low_precision_does_not_pay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", dict)
-    monkeypatch.setattr(calibrated, "measured", None)
+    monkeypatch.setattr(speeds, "measured", None)
     assert not asked().pays
     assert device_for(torch.device("meta"), LOW, calibrate=True).pays
 
@@ -357,10 +363,10 @@ def test_a_lock_brings_its_prices_to_another_machine(
     def machine(low: float) -> None:
         new_process(monkeypatch)
         gc.collect()  # models that are alike share graphs
-        times = {n: low if n.startswith("bf16") else 1e7 for n in names(LOW)}
+        times = {n: low if n.startswith("bf16") else 1e7 for n in NAMES}
         short = ("start", "cast")
-        times |= {n: 1e3 for n in names(LOW) if any(word in n for word in short)}
-        monkeypatch.setattr(calibrated, "measured", lambda *_: times)
+        times |= {n: 1e3 for n in NAMES if any(word in n for word in short)}
+        monkeypatch.setattr(speeds, "measured", lambda *_: times)
         monkeypatch.setenv(FOLDER, str(tmp_path / f"{low}"))
 
     def report(**options: Any) -> autoamp.Report:
@@ -423,7 +429,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Device]:
     store = torch.distributed.HashStore()
     monkeypatch.setattr("autoamp.compat.are_several", lambda: True)
     monkeypatch.setattr("autoamp.compat.default_store", lambda: store)
-    monkeypatch.setattr(calibrated, "_PATIENCE", 0.2)
+    monkeypatch.setattr(speeds, "_PATIENCE", 0.2)
 
     def given(number: int) -> Device:
         new_process(monkeypatch)
@@ -456,8 +462,8 @@ def test_ranks_take_the_table_where_the_first_does(
     def fails(*_: Any) -> None:
         raise NoTimeError
 
-    monkeypatch.setattr(calibrated, "measured", fails)
+    monkeypatch.setattr(speeds, "measured", fails)
     first = rank(0)
-    monkeypatch.setattr(calibrated, "measured", None)
+    monkeypatch.setattr(speeds, "measured", None)
     assert rank(1) == first
     assert "too busy" in first.name

@@ -20,15 +20,21 @@ import autoamp
 from autoamp import compat
 from autoamp.analyse.classified import Classified
 from autoamp.ask.progress import told
+from autoamp.calibrate import prices as prices_module
+from autoamp.calibrate.clock import surely_less
+from autoamp.calibrate.prices import MeasuredPrices, Specimen, op_specimen
 from autoamp.calibrate.store import FOLDER, Store
+from autoamp.calibrate.tune import (
+    AUTOCAST,
+    FP32,
+    MEASURED,
+    PREDICTED,
+    Runner,
+    Timed,
+    Tuning,
+)
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.place.cost import Prices
-from autoamp.tuning import prices as prices_module
-from autoamp.tuning.prices import MeasuredPrices
-from autoamp.tuning.specimen import Specimen, op_specimen
-from autoamp.tuning.tune import AUTOCAST, FP32, MEASURED, PREDICTED
-from autoamp.tuning.tuning import Timed, Tuning
-from autoamp.tuning.ways import Runner, Way
 from tests.metrics import relative_error
 from tests.quick import each_with_one
 from tests.small_models import BF16
@@ -45,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contests of five rounds."""
-    monkeypatch.setattr("autoamp.tuning.tune._BUDGET", 0.0)
+    monkeypatch.setattr("autoamp.calibrate.tune._BUDGET", 0.0)
 
 
 @pytest.fixture
@@ -169,9 +175,7 @@ def test_where_none_is_surely_faster_graphs_come_before_autocast(
 def test_surely_is_a_sign_test(
     mine: list[float], other: list[float], surely: bool
 ) -> None:
-    a, b = (Runner(Way(FP32), nn.Linear(1, 1), ((), {}), torch.mean) for _ in "ab")
-    a.seconds, b.seconds = mine, other
-    assert a.surely_faster_than(b) is surely
+    assert surely_less(mine, other) is surely
 
 
 @pytest.mark.thorough(but=["options1-strict=True requires rewritten graphs"])
