@@ -27,11 +27,9 @@ from autoamp.budget.budget import (
     budget_of,
     parsed,
 )
-from autoamp.budget.calibrate import Calibration, batches_of
-from autoamp.budget.scene import PINS, Labels, Scene, scene_of
-from autoamp.budget.search import Found, Search
+from autoamp.budget.search import PINS, Found, Labels, Scene, Search, scene_of
 from autoamp.budget.sensitivity import Rounding, Squares
-from autoamp.budget.trial import Judge, takes_two
+from autoamp.budget.trial import Calibration, Judge, batches_of, takes_two
 from autoamp.dtypes import short_name
 from autoamp.errors import (
     AutoampError,
@@ -345,14 +343,17 @@ class _Study:
     def _within(
         self, search: Search, points: Sequence[Found], limits: Mapping[str, float]
     ) -> tuple[Chosen, Frontier]:
-        """The fastest placement whose measured errors are within the limits."""
-        aim, tried = _MARGIN, 0
+        """The fastest placement whose measured errors are within the limits.
+
+        The placements are bisected, from the one whose predicted errors fit.
+        """
         best: tuple[int, list[Check]] = 0, []
-        too_fast = len(points)
-        at = self._guess(points, limits, aim)
-        while tried < _TRIES and best[0] < too_fast - 1:
-            if not best[0] < at < too_fast:
-                at = (best[0] + too_fast) // 2
+        too_fast, tried = len(points), 0
+        fitting = [i for i, each in enumerate(points) if each.fits(limits, _MARGIN)]
+        at = max(fitting, default=0) or 1
+        if self.ranked_by_outputs:  # no prediction
+            at = too_fast // 2
+        while tried < _TRIES and best[0] < at < too_fast:
             checks = self._checks(search.scene.chosen(points[at].labels))
             worst, tried = _share(checks, limits), tried + 1
             if worst > _MARGIN:
@@ -361,8 +362,7 @@ class _Study:
                 best = (at, checks)
                 if worst > _ROOM:
                     break
-            aim *= min(2.0, max(0.1, _MARGIN / max(worst, 1e-9)))
-            at = self._guess(points, limits, aim)
+            at = (best[0] + too_fast) // 2
         if not best[1]:  # the most exact placement
             best = (0, self._checks(search.scene.chosen(points[0].labels)))
             if not _share(best[1], limits) <= 1.0:
@@ -384,14 +384,6 @@ class _Study:
         )
         return chosen, frontier
 
-    def _guess(
-        self, points: Sequence[Found], limits: Mapping[str, float], aim: float
-    ) -> int:
-        """The place of the placement to measure next, by the predicted errors."""
-        if self.ranked_by_outputs:
-            return -1  # no prediction: halfway between those measured
-        return _fastest(points, limits, aim)
-
     def _holds(self, chosen: Chosen | None, limits: Mapping[str, float]) -> bool:
         """Whether the measured errors of a placement leave room below the limits."""
         return _share(self._checks(chosen), limits) <= _ROOM
@@ -410,12 +402,6 @@ class _Study:
 def _with_gradient(value: Tensor) -> Tensor:
     value = value.detach()
     return value.requires_grad_() if value.is_floating_point() else value
-
-
-def _fastest(points: Sequence[Found], limits: Mapping[str, float], aim: float) -> int:
-    """The place of the fastest placement whose predicted errors fit; 0 if none does."""
-    fitting = [i for i, each in enumerate(points) if each.fits(limits, aim)]
-    return max(fitting, default=0)
 
 
 def _unmet(checks: Sequence[Check], limits: Mapping[str, float]) -> BudgetError:

@@ -10,11 +10,9 @@ from torch import Tensor, nn
 
 from autoamp.ask.examine import examined
 from autoamp.budget.budget import Budget
-from autoamp.budget.calibrate import Calibration
-from autoamp.budget.scene import Labels, Scene, scene_of
-from autoamp.budget.search import Search
+from autoamp.budget.search import Labels, Scene, Search, scene_of
 from autoamp.budget.sensitivity import Rounding, Squares
-from autoamp.budget.trial import Judge
+from autoamp.budget.trial import Calibration, Judge
 from autoamp.options import Options
 
 BF16 = torch.bfloat16

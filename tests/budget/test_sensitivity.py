@@ -13,10 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from autoamp.ask.examine import examined
 from autoamp.budget.budget import Budget
-from autoamp.budget.calibrate import Calibration
-from autoamp.budget.scene import Scene, scene_of
+from autoamp.budget.search import Scene, scene_of
 from autoamp.budget.sensitivity import Rounding, Squares
-from autoamp.budget.trial import Judge
+from autoamp.budget.trial import Calibration, Judge
 from autoamp.options import Options
 
 BF16, FP16 = torch.bfloat16, torch.float16
