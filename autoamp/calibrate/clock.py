@@ -29,8 +29,10 @@ _CHANCE = 0.05
 
 def device_name(device: torch.device) -> str:
     """The hardware behind `device`, and how much of a CPU torch uses."""
+    if kind_of(device).is_asynchronous:
+        return str(torch.get_device_module(device).get_device_name(device))
     if device.type != "cpu":
-        return kind_of(device).product(device)
+        return str(device)
     threads = torch.get_num_threads()
     return f"cpu  {_cpu_model()}, {threads} thread{'s' if threads > 1 else ''}"
 
