@@ -36,10 +36,9 @@ from autoamp.errors import (
 )
 from autoamp.inspect.figures import LossScaleReport
 from autoamp.inspect.report import Report
-from autoamp.meshes.plan import plan
-from autoamp.meshes.result import MeshPlan
 from autoamp.place.frontier import Frontier
-from autoamp.planning.result import Plan
+from autoamp.planning.plan import plan
+from autoamp.planning.result import MeshPlan, Plan
 from autoamp.questions import bench, compare, explain, find_overflow, tune
 from autoamp.rules import Rules
 from autoamp.training.scale import (

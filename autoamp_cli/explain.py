@@ -88,7 +88,7 @@ def explain(
 
 def _mesh(model: str, json: str | None, *, text: bool, **wanted: Any) -> None:
     with asking(model):
-        found = planned_for(model, batch=None, sequence=None, **wanted)
+        found = planned_for(model, **wanted)
     if json:
         _write(json, found.to_json())
     if text or not json:

@@ -39,26 +39,33 @@ def mesh_options(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def planned_for(
-    model: str, *, batch: int | None, sequence: int | None, **wanted: Any
+    model: str, *, batch: int | None = None, sequence: int | None = None, **wanted: Any
 ) -> Any:
-    """The plan of a model for a mesh, by its name or its MODULE:FACTORY."""
-    import torch
-
-    from autoamp.meshes.ask import maker_of_name, planned
+    """The plan of a model by its name or its MODULE:FACTORY, on one device or many."""
     from autoamp.planning.named import names_a_model
-    from autoamp_cli.factory import made_by
+    from autoamp.planning.plan import maker_of_name, plan_of
 
     if names_a_model(model):
-        return planned(maker_of_name(model, batch or 1, sequence), **wanted)
-    if batch or sequence:
+        trains = not wanted.get("infer")
+        make = maker_of_name(model, batch or 1, sequence, trains=trains)
+    elif batch or sequence:
         raise Problem(
             f"{model} makes its own arguments: --batch and --sequence are for models "
             "of transformers"
         )
+    else:
+        make = _maker_of_factory(model)
+    return plan_of(make, **wanted)
+
+
+def _maker_of_factory(factory: str) -> Any:
+    import torch
+
+    from autoamp_cli.factory import made_by
 
     def make() -> Any:
         with torch.device("meta"):
-            made = made_by(model)
+            made = made_by(factory)
         return made.model, (made.args, made.kwargs)
 
-    return planned(make, **wanted)
+    return make

@@ -61,33 +61,20 @@ def plan(
       autoamp plan models.resnet:example --optimizer sgd --json plan.json
       autoamp plan transformers:llama --device cuda:sm_90 --mesh dp=16,tp=8,pp=4
     """
-    from autoamp.planning.ask import plan as planned
-    from autoamp.planning.named import names_a_model
-
     mesh = mesh_options(given)
     if mesh and infer:
         raise Problem("--mesh plans training steps: leave out --infer")
-    wanted: dict[str, Any] = {
-        "device": device,
-        "optimizer": optimizer,
-        "options": convert_options(given),
-    }
     with asking(model):
-        found: Any
-        if mesh:
-            found = planned_for(model, batch=batch, sequence=sequence, **wanted, **mesh)
-        elif names_a_model(model):
-            wanted["infer"] = infer
-            found = planned(model, **wanted, batch=batch or 1, sequence=sequence)
-        else:
-            if batch or sequence:
-                raise Problem(
-                    f"{model} makes its own arguments: --batch and --sequence are for "
-                    "models of transformers"
-                )
-            wanted["infer"] = infer
-            made = _made_without_weights(model)
-            found = planned(made.model, *made.args, **wanted, **made.kwargs)
+        found = planned_for(
+            model,
+            batch=batch,
+            sequence=sequence,
+            device=device,
+            infer=infer,
+            optimizer=optimizer,
+            options=convert_options(given),
+            **mesh,
+        )
     if json:
         try:
             with click.open_file(json, "w", encoding="utf-8") as file:
@@ -96,12 +83,3 @@ def plan(
             raise Problem(f"{json} cannot be written: {error.strerror}") from None
     if json != "-":
         show(found)
-
-
-def _made_without_weights(factory: str) -> Any:
-    import torch
-
-    from autoamp_cli.factory import made_by
-
-    with torch.device("meta"):
-        return made_by(factory)

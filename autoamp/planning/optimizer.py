@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autoamp.errors import OptionError
-from autoamp.planning.fakes import bytes_of
+from autoamp.planning.step import bytes_of
 from autoamp.printable import class_name, printable_line
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -1,104 +1,230 @@
-"""The memory of a step in fp32, under `torch.autocast` and with autoamp."""
+"""One step of a model in fp32, under `torch.autocast` and with autoamp."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.ask.examine import examined
-from autoamp.ask.stand_in import Call, default_loss
+from autoamp.ask.examine import Examiner, examined
+from autoamp.ask.stand_in import Call, default_loss, floats_of
 from autoamp.counted.ops import storage_key
+from autoamp.dtypes import LOW_DTYPES, short_name
 from autoamp.inspect.report import Report
+from autoamp.kernels.table import TOGETHER
 from autoamp.model.eligible import parameters_of
 from autoamp.model.kept import capture_now, left_as_it_is
 from autoamp.model.reporting import report_of
 from autoamp.options import Options
 from autoamp.pipeline.prepared import Prepared
 from autoamp.place.devices import Device
-from autoamp.planning.cuda_autocast import CudaAutocast
-from autoamp.planning.fakes import without_memory
-from autoamp.planning.memory import StepMemory, step_memory
+from autoamp.planning.step import (
+    StepWatch,
+    own_part,
+    places_of,
+    tensors_in,
+    without_memory,
+)
 
 FP32, AUTOCAST, AUTOAMP = "fp32", "torch.autocast", "autoamp"
+WAYS = (FP32, AUTOCAST, AUTOAMP)
 
 Tell = Callable[[str], None]
+Boundary = tuple[int, str]
+"""Bytes and dtype of what one layer gives to the next."""
 
 
-def memory_of_ways(
+@dataclass(frozen=True)
+class Setting:
+    """What a step is planned with; times are those of `device`.
+
+    Attributes:
+        low: the compute dtype.
+        trains: whether a step has a backward.
+        on_mesh: whether the step is one rank's.  Gradients then arrive one by one, and
+            each step runs again with the gradients of another.
+    """
+
+    options: Options
+    low: torch.dtype
+    device: Device
+    trains: bool = True
+    on_mesh: bool = False
+
+
+@dataclass(frozen=True)
+class WayStep:
+    """A step in one way.
+
+    Attributes:
+        first: the step, without gradients before it.
+        again: on a mesh the same step where the gradients of another are held.
+        copies: bytes of low copies that autoamp keeps; 0 in the other ways.
+        boundary: what one layer gives to the next; (0, "") where it was not asked for.
+        report: the report on what `convert` would do, with autoamp.
+        rewritten: whether all of autoamp's graphs are rewritten.
+    """
+
+    first: StepWatch
+    again: StepWatch
+    copies: int = 0
+    boundary: Boundary = (0, "")
+    report: Report | None = None
+    rewritten: bool = True
+
+
+def steps_of(
     model: nn.Module,
     call: Call,
-    options: Options,
-    low: torch.dtype,
-    device: Device,
+    setting: Setting,
     *,
-    trains: bool,
-    tell: Tell,
-) -> tuple[Mapping[str, StepMemory], Report]:
-    """The memory of each way, and the report on what `convert` would do.
+    tell: Tell = lambda _: None,
+    layer: nn.Module | None = None,
+    names: Iterable[str] = WAYS,
+) -> dict[str, WayStep]:
+    """A step in each way; the model is left as it was.
 
     Args:
         tell: called with a description of each stage as it begins.
+        layer: a layer whose result is the boundary between two stages.
+        names: the ways that are wanted.
     """
-    with left_as_it_is(model), without_memory(model, call) as (args, kwargs):
-        model.train(trains)
-        weights = tensors_of(model)
-        leaves = pytree.tree_leaves((args, kwargs))
-        given = [each for each in leaves if isinstance(each, Tensor)]
-
-        def memory(
-            called: nn.Module,
-            region: contextlib.AbstractContextManager[Any],
-            copies: Mapping[Any, Tensor] | None = None,
-        ) -> StepMemory:
-            found = step_memory(
-                lambda: default_loss(called(*args, **kwargs)),
-                region,
-                weights,
-                given,
-                (copies or {}).values(),
-                trains=trains,
-            )
-            for parameter in parameters_of(called):
-                parameter.grad = None
-            return found
-
-        tell("counting the memory of a step in fp32")
-        found = {FP32: memory(model, contextlib.nullcontext())}
-        tell("counting the memory of a step under torch.autocast")
-        found[AUTOCAST] = memory(model, autocast_of(low, device))
-        tell("capturing the model")
-        # The few numbers that loss scaling adds to a graph's inputs are left out.
-        unscaled = options.replace(loss_scale="off")
-        with examined(model, unscaled, low, device) as (twin, engine):
-            copies = Copies(low)
-            engine.play = copies.play
-            capture_now(twin, args, kwargs)
-            tell("counting the memory of a step with autoamp")
-            found[AUTOAMP] = memory(twin, contextlib.nullcontext(), copies.made)
-            report = report_of(engine.record, None, device.name)
-    return found, report
+    run = {FP32: _in_fp32, AUTOCAST: _under_autocast, AUTOAMP: _with_autoamp}
+    with left_as_it_is(model), without_memory(model, call) as given:
+        model.train(setting.trains)
+        step = _Step(model, given, setting, layer)
+        found = {}
+        for name in names:
+            tell(f"running a step {_WORDS[name]}")
+            found[name] = run[name](step)
+    return found
 
 
-@contextlib.contextmanager
-def autocast_of(low: torch.dtype, device: Device) -> Any:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.autocast("cpu", dtype=low))
-        if device.type == "cuda":
-            stack.enter_context(CudaAutocast())
-        yield
+_WORDS = {FP32: "in fp32", AUTOCAST: "under torch.autocast", AUTOAMP: "with autoamp"}
 
 
-class Copies:
+class _Step:
+    """Runs one model on one call."""
+
+    def __init__(
+        self, model: nn.Module, call: Call, setting: Setting, layer: nn.Module | None
+    ) -> None:
+        self.model, self.call, self.setting = model, call, setting
+        self._layer = layer
+        self._weights = [
+            t for p in places_of(model) for t in p.values() if t is not None
+        ]
+        self._boundary: Boundary = (0, "")
+
+    def run(
+        self,
+        called: nn.Module,
+        region: Callable[[], contextlib.AbstractContextManager[Any]],
+        copies: Iterable[Tensor] = (),
+    ) -> tuple[StepWatch, StepWatch]:
+        """Runs the step, and on a mesh again with its own gradients."""
+        parameters = parameters_of(called)
+        # DTensors run each kind of op once on the shapes of the whole, to learn those
+        # of results.  So the steps of DTensors run twice, and the first are left out.
+        is_split = any(map(compat.is_distributed, parameters))
+        for _ in range(2 if is_split else 1):
+            try:
+                first = again = self._watched(called, region(), copies)
+                if self.setting.on_mesh:
+                    again = self._watched(called, region(), copies)
+            finally:
+                for parameter in parameters:
+                    parameter.grad = None
+        return first, again
+
+    def _watched(
+        self,
+        called: nn.Module,
+        region: contextlib.AbstractContextManager[Any],
+        copies: Iterable[Tensor],
+    ) -> StepWatch:
+        """One step, with the gradients that are there as they are."""
+        grads = [p.grad for p in parameters_of(called) if p.grad is not None]
+        given = [*tensors_in(self.call), *grads]
+        args, kwargs = self.call
+        watch = StepWatch(self._weights, given, copies, self.setting.device)
+        watch.run(
+            lambda: default_loss(called(*args, **kwargs)),
+            region,
+            trains=self.setting.trains,
+        )
+        return watch
+
+    def plain(
+        self, region: Callable[[], contextlib.AbstractContextManager[Any]]
+    ) -> WayStep:
+        """A step of the model's own code."""
+        hook = self._layer and self._layer.register_forward_hook(self._gave)
+        try:
+            first, again = self.run(self.model, region)
+        finally:
+            if hook is not None:
+                hook.remove()
+        return WayStep(first, again, boundary=self._boundary)
+
+    def _gave(self, _: Any, __: Any, result: Any) -> None:
+        floats = [own_part(each) for each in floats_of(result)]
+        if floats:
+            self._boundary = floats[0].nbytes, short_name(floats[0].dtype)
+
+
+def _in_fp32(step: _Step) -> WayStep:
+    return step.plain(contextlib.nullcontext)
+
+
+def _under_autocast(step: _Step) -> WayStep:
+    return step.plain(lambda: _autocast(step.setting))
+
+
+def _with_autoamp(step: _Step) -> WayStep:
+    setting, (args, kwargs) = step.setting, step.call
+    # The few numbers that loss scaling adds to a graph's inputs are left out.
+    options = setting.options.replace(loss_scale="off")
+    if setting.on_mesh:
+        options = options.replace(unfused=(*options.unfused, TOGETHER))
+    with examined(step.model, options, setting.low, setting.device) as (twin, engine):
+        copies = _LowCopies(setting.low)
+        engine.play = copies.play
+        if setting.on_mesh:
+            _run_the_rest_by_autocast(engine, setting)
+        capture_now(twin, args, kwargs)
+        graphs = engine.record.graphs
+        rewritten = bool(graphs) and all(each.rewritten is not None for each in graphs)
+        made = [*copies.made.values()]
+        first, again = step.run(twin, contextlib.nullcontext, made)
+        report = report_of(engine.record, None, setting.device.name)
+    kept = sum(own_part(each).nbytes for each in made)
+    return WayStep(first, again, kept, report=report, rewritten=rewritten)
+
+
+def _run_the_rest_by_autocast(engine: Examiner, setting: Setting) -> None:
+    """Graphs that cannot be rewritten run under autocast, as `convert` runs them."""
+    as_captured = engine.as_captured
+
+    def by_autocast(prepared: Any, args: Any) -> Any:
+        with _autocast(setting):
+            return as_captured(prepared, args)
+
+    engine.as_captured = by_autocast  # type: ignore[method-assign]
+
+
+class _LowCopies:
     """Runs rewritten graphs with one low copy of each weight.
 
     Attributes:
-        made: the copies by the weight's storage and the copy's memory format.
+        made: the copies by the weight's storage and shape and the copy's memory format.
     """
 
     def __init__(self, low: torch.dtype) -> None:
@@ -124,12 +250,46 @@ class Copies:
         return self.made[key]
 
 
-def tensors_of(model: nn.Module) -> list[Tensor]:
-    """The weights and buffers of a model."""
-    return [
-        tensor
-        for each in compat.modules_of(model)
-        for place in (compat.parameters_here(each), compat.buffers_here(each))
-        for tensor in place.values()
-        if tensor is not None
-    ]
+# -- autocast of a GPU on the CPU ------------------------------------------------------
+
+_NAMES_IN_FP32 = """
+    __pow__ __rdiv__ __rpow__ __rtruediv__ acos asin binary_cross_entropy_with_logits
+    cdist cosh cosine_embedding_loss cosine_similarity cross_entropy cumprod cumsum dist
+    erfinv exp expm1 group_norm hinge_embedding_loss kl_div l1_loss layer_norm log log10
+    log1p log2 log_softmax margin_ranking_loss mse_loss multi_margin_loss
+    multilabel_margin_loss nll_loss norm normalize pdist poisson_nll_loss pow prod
+    reciprocal renorm rms_norm rsqrt sinh smooth_l1_loss soft_margin_loss softmax
+    softmin softplus sum tan triplet_margin_loss
+"""
+IN_FP32 = frozenset(_NAMES_IN_FP32.split())
+"""The functions that autocast runs in fp32 on GPUs, by torch's documentation.
+
+On CPUs they run in the dtype of their operands.  A build of torch for CPUs cannot train
+tensors of a GPU, not even fake ones, so autocast of the CPU stands in.
+"""
+
+
+@contextlib.contextmanager
+def _autocast(setting: Setting) -> Any:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.autocast("cpu", dtype=setting.low))
+        if setting.device.type == "cuda":
+            stack.enter_context(_CudaAutocast())
+        yield
+
+
+class _CudaAutocast(TorchFunctionMode):
+    """Inside autocast of the CPU, runs the functions `IN_FP32` in fp32."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in IN_FP32 and torch.is_autocast_enabled("cpu"):
+            args, kwargs = pytree.tree_map_only(Tensor, _widened, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in LOW_DTYPES.values() else tensor

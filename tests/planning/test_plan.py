@@ -20,9 +20,8 @@ from autoamp.counted.saved import saved_bytes
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.place.devices import figures, memory_of
 from autoamp.planning import named
-from autoamp.planning.cuda_autocast import IN_FP32
-from autoamp.planning.fakes import bytes_of
-from autoamp.planning.ways import AUTOAMP, AUTOCAST, FP32
+from autoamp.planning.step import bytes_of
+from autoamp.planning.ways import AUTOAMP, AUTOCAST, FP32, IN_FP32
 from tests.small_models import BF16
 
 transformers = pytest.importorskip("transformers")

@@ -52,7 +52,6 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"budget", "calibrate.tune", "exported"}),
     frozenset({"benchmark"}),
     frozenset({"planning"}),
-    frozenset({"meshes"}),
     frozenset({"api", "questions"}),
     frozenset({"auto"}),
     frozenset({"replay"}),

@@ -7,15 +7,19 @@ transformers is parallelized by the plan of its own class.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import distributed, nn
 
 from autoamp import compat
+from autoamp.ask.stand_in import Call
 from autoamp.errors import OptionError
 from autoamp.printable import class_name
+
+Maker = Callable[[], tuple[nn.Module, Call]]
+"""Makes a model and a call of it, on the process group that is up."""
 
 _SIZES = (
     "num_attention_heads",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,20 +21,17 @@ import autoamp
 import autoamp_cli
 from autoamp import compat
 from autoamp.errors import OptionError
-from autoamp.meshes import agree, collectives, lines, rank
-from autoamp.meshes.ask import planned
-from autoamp.meshes.collectives import Sharded
-from autoamp.meshes.layers import stack_of, with_layers
-from autoamp.meshes.lines import Figures, Line, line_of, whole
-from autoamp.meshes.links import Link
-from autoamp.meshes.one_rank import as_rank, parallelized
-from autoamp.meshes.predict import SHARDED, WAYS, Rank, Weights, way_of
-from autoamp.meshes.spec import Mesh
-from autoamp.meshes.step import Sent
-from autoamp.meshes.ways import Setting, steps_of
 from autoamp.options import Options
 from autoamp.place.devices import named_device
-from autoamp.planning.ways import AUTOAMP, AUTOCAST, FP32
+from autoamp.planning import depth
+from autoamp.planning import mesh as on_mesh
+from autoamp.planning.depth import Line, line_of, stack_of, whole, with_layers
+from autoamp.planning.links import Link, Mesh
+from autoamp.planning.mesh import FSDP2, MESH_WAYS, Around, Rank, way_of
+from autoamp.planning.plan import plan_of
+from autoamp.planning.ranks import as_rank, parallelized
+from autoamp.planning.step import Sent
+from autoamp.planning.ways import AUTOAMP, AUTOCAST, FP32, Setting, WayStep, steps_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -69,7 +67,11 @@ class Deep(nn.Module):
 
 def setting() -> Setting:
     options = Options().replace(precision="bf16", do_no_harm=False)
-    return Setting(options, BF16, named_device("cuda:sm_90", BF16))
+    return Setting(options, BF16, named_device("cuda:sm_90", BF16), on_mesh=True)
+
+
+def run(model: nn.Module, call: Any, **asked: Any) -> dict[str, WayStep]:
+    return steps_of(model, call, setting(), **asked)
 
 
 @pytest.mark.thorough
@@ -81,16 +83,16 @@ def test_what_is_extrapolated_is_what_the_whole_takes(rows: int, head: int) -> N
     stack = stack_of(model)
     assert stack is model.layers
     seen = []
-    for depth in lines.DEPTHS:
-        with with_layers(stack, depth):
-            assert len(model.layers) == depth
-            seen.append(steps_of(model, ((x,), {}), setting(), stack[0]))
+    for count in depth.DEPTHS:
+        with with_layers(stack, count):
+            assert len(model.layers) == count
+            seen.append(run(model, ((x,), {}), layer=stack[0]))
     assert len(model.layers) == LAYERS
-    deep = steps_of(model, ((x,), {}), setting(), stack[0])
+    deep = run(model, ((x,), {}), layer=stack[0])
     for name, step in deep.items():
         line = line_of([each[name] for each in seen])
         assert line is not None
-        predicted, real = line.at(LAYERS), whole(step)
+        predicted, real = line.at(LAYERS), whole(step).at(LAYERS)
         assert predicted.forward == pytest.approx(real.forward)
         assert predicted.backward == pytest.approx(real.backward)
         assert vars(predicted) | {"forward": 0, "backward": 0} == vars(real) | {
@@ -108,7 +110,7 @@ def test_layers_that_differ_are_no_stack() -> None:
 
 @pytest.mark.thorough
 def test_what_is_off_the_line_is_captured_whole(monkeypatch) -> None:
-    monkeypatch.setattr(rank, "line_of", lambda _: None)
+    monkeypatch.setattr(on_mesh, "line_of", lambda _: None)
     with torch.device("meta"):
         model, x = Deep(), torch.empty(8, 64)
     found = autoamp.plan(model, x, mesh="dp=2", device="cuda:sm_90")
@@ -134,7 +136,7 @@ def test_collectives_of_tensor_parallel_layers() -> None:
     call = ((), {"input_ids": ids, "labels": ids})
     with as_rank(1, 2):
         parallelized(model, 2)
-        step = steps_of(model, call, setting(), None, [FP32, AUTOCAST])
+        step = run(model, call, names=[FP32, AUTOCAST])
     assert not distributed.is_initialized()
     size = 16 * 64 * 4
     counts = {each: step[FP32].first.sent.count(each) for each in step[FP32].first.sent}
@@ -162,7 +164,7 @@ def test_values_are_sent_as_autocast_sends_them_or_lower() -> None:
     call = ((), {"input_ids": ids, "labels": ids})
     with as_rank(0, 8):
         parallelized(model, 8)
-        step = steps_of(model, call, setting(), None, [AUTOCAST, AUTOAMP])
+        step = run(model, call, names=[AUTOCAST, AUTOAMP])
     for kind in ("all-gather", "all-reduce"):
         theirs, ours = (
             sum(each.size for each in step[way].first.sent if each.kind == kind)
@@ -234,7 +236,7 @@ def split(odd: int = -1) -> Any:
 
 @pytest.mark.thorough
 def test_ranks_that_part_are_named() -> None:
-    found = planned(lambda: split(odd=1), "tp=2", device="cuda:sm_90")
+    found = plan_of(lambda: split(odd=1), mesh="tp=2", device="cuda:sm_90")
     (said,) = [note for note in found.notes if "do not run the same ops" in note]
     assert "rank 0 and rank 1 differ in op 0: forward " in said
     assert ", but forward " in said
@@ -244,7 +246,7 @@ def test_ranks_that_part_are_named() -> None:
 @pytest.mark.thorough
 def test_a_factory_that_splits_its_model_itself(tmp_path, monkeypatch) -> None:
     (tmp_path / "split_net.py").write_text(
-        "from tests.meshes.test_meshes import split\n\n\n"
+        "from tests.planning.test_meshes import split\n\n\n"
         "def net():\n    model, (args, _) = split()\n    return model, args\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -269,13 +271,13 @@ def test_graphs_on_dtensors_are_rewritten() -> None:
     """A rank's products are low: what is reduced forward, and what is kept, is low."""
     with torch.device("meta"), as_rank(0, 2):
         model, call = split()
-        step = steps_of(model, call, setting(), None)
+        step = run(model, call)
     assert step[AUTOAMP].rewritten
     size = 4096 * 64 * 4
     low = Sent("forward", "all-reduce", "bf16", size // 2)
     for name in (AUTOCAST, AUTOAMP):
         assert [s for s in step[name].first.sent if s.phase == "forward"] == [low]
-    saved = {name: each.first.memory.saved for name, each in step.items()}
+    saved = {name: each.first.saved for name, each in step.items()}
     assert saved[AUTOAMP] <= saved[AUTOCAST] < saved[FP32]
 
 
@@ -297,45 +299,12 @@ def test_a_norm_of_heads_stays_whole() -> None:
         attention = model.model.layers[0].self_attn
         assert not compat.is_distributed(attention.q_norm.weight)
         assert compat.is_distributed(attention.q_proj.weight)
-        step = steps_of(
-            model, ((), {"input_ids": ids, "labels": ids}), setting(), None, [FP32]
-        )
+        step = run(model, ((), {"input_ids": ids, "labels": ids}), names=[FP32])
     # The norm sees the heads of this rank alone.
     assert any("fp32[1, 16, 2, 16]" in op for op in step[FP32].first.ops)
 
 
-def test_the_first_difference_of_ranks_is_named() -> None:
-    same = ["a", "b"]
-    assert agree.first_difference([same, same, same]) == ""
-    said = agree.first_difference([same, same, ["a", "c"]])
-    assert said == "rank 0 and rank 2 differ in op 1: b, but c"
-    assert "b, but nothing" in agree.first_difference([same, ["a"]])
-
-
 # -- by hand ---------------------------------------------------------------------------
-
-
-def test_gradients_of_replicas_by_hand() -> None:
-    assert collectives.reduced(100, 1, LINK) == []
-    (row,) = collectives.reduced(60 * 2**20, 4, LINK)
-    assert (row.kind, row.count, row.dtype) == ("all-reduce", 3, "fp32")
-    assert row.wire == 60 * 2**20 * 2 * 3 // 4
-    assert row.seconds == pytest.approx(row.wire * 1e-9)
-
-
-def test_shards_by_hand() -> None:
-    """A layer of 100 bytes, of which 80 are read through 40 bytes of low copies."""
-    weights = Sharded(layers=3, layer=100, copies=40, edges=20, low="bf16")
-    assert weights.gathered == 100 - 80 + 40
-    rows = [*collectives.sharded(weights, 2, 2, LINK)]
-    low = [row for row in rows if row.dtype == "bf16"]
-    assert sorted((row.phase, row.count, row.wire) for row in low) == [
-        ("backward", 6, 6 * 60 // 2),
-        ("forward", 6, 6 * 60 // 2),
-    ]
-    reduced = {row.count: row.wire for row in rows if row.kind == "reduce-scatter"}
-    assert reduced == {6: 6 * 100 // 2, 2: 2 * 20 // 2}
-    assert [*collectives.sharded(weights, 2, 1, LINK)] == []
 
 
 def by_hand(sent: dict[Sent, int]) -> Rank:
@@ -343,23 +312,27 @@ def by_hand(sent: dict[Sent, int]) -> Rank:
     values = {"saved": 6, "low": 5, "copies": 5, "forward": 1e9, "backward": 2e9}
     peaks = {("most", "end"): 30, ("again", "end"): 20}
     zero = {"saved": 1, "low": 0, "copies": 0, "forward": 0.0, "backward": 0.0}
-    slope: dict[object, float] = {**values, **peaks, **sent}
-    at_zero: dict[object, float] = {
+    slope: dict[Any, float] = {**values, **peaks, **sent}
+    at_zero: dict[Any, float] = {
         **zero,
         **dict.fromkeys(peaks, 3),
         **dict.fromkeys(sent, 0),
     }
     step = Line(at_zero, slope)
-    weights = Weights(4, 10, 8, (4, 10, 8), 2.0, 0.0)
-    names = (FP32, AUTOCAST, AUTOAMP)
+    around, names = Around(4, 10, 8), (FP32, AUTOCAST, AUTOAMP)
     return Rank(
-        4,
-        weights,
-        dict.fromkeys(names, step),
-        dict.fromkeys(names, (10**9, "fp32")),
-        True,
-        "bf16",
-        1.0,
+        layers=4,
+        linear=True,
+        weights=around,
+        trained=around,
+        state=2.0,
+        moved=0.0,
+        steps=dict.fromkeys(names, step),
+        boundary=dict.fromkeys(names, (10**9, "fp32")),
+        rewritten=True,
+        gathers_low=True,
+        low="bf16",
+        bytes_per_ns=1.0,
     )
 
 
@@ -405,13 +378,30 @@ def test_waiting_for_layers_and_replicas_by_hand() -> None:
 
 def test_shards_divide_what_is_held_by_hand() -> None:
     links = dict.fromkeys(("dp", "tp", "pp"), LINK)
-    found = way_of(by_hand({}), SHARDED, Mesh(dp=4), links, 1)
+    found = way_of(by_hand({}), FSDP2, Mesh(dp=4), links, 1)
     (stage,) = found.stages
     assert (stage.weights, stage.gradients, stage.optimizer) == (13, 13, 26)
     # Two layers of 5 bytes and the root of 12 are gathered; copies are not kept.
     gathered = 2 * 5 + 12
     assert stage.copies == gathered
     assert stage.peak == 13 + 13 + 26 + (4 * 20 + 3 - 4 * 5) + gathered
+    # Three of four parts of a layer's low copy are sent for each phase of four layers.
+    low = [row for row in found.transfers if row.dtype == "bf16"]
+    assert [(row.kind, row.count, row.wire) for row in low] == [
+        ("all-gather", 4, 4 * 5 * 3 // 4)
+    ] * 2
+    reduced = [row for row in found.transfers if row.kind == "reduce-scatter"]
+    assert {row.count: row.wire for row in reduced} == {4: 4 * 10 * 3 // 4, 1: 9}
+
+
+def test_gradients_of_replicas_by_hand() -> None:
+    """A bucket of DistributedDataParallel holds at most 25 MiB."""
+    links, large = dict.fromkeys(("dp", "tp", "pp"), LINK), Around(0, 15 * 2**20, 0)
+    rank = replace(by_hand({}), weights=large, trained=large)
+    (row,) = way_of(rank, FP32, Mesh(dp=4), links, 1).transfers
+    assert (row.kind, row.count, row.dtype) == ("all-reduce", 3, "fp32")
+    assert row.wire == 60 * 2**20 * 2 * 3 // 4
+    assert row.seconds == pytest.approx(row.wire * 1e-9)
 
 
 # -- the whole -------------------------------------------------------------------------
@@ -435,7 +425,7 @@ def test_the_command_shows_and_writes_what_python_gives(tmp_path) -> None:
     assert "…" not in result.stdout
     assert "All 2 ranks of tp run the same ops" in result.stdout
     written = json.loads(path.read_text("utf-8"))
-    assert [way["name"] for way in written["here"]["ways"]] == [*WAYS]
+    assert [way["name"] for way in written["here"]["ways"]] == [*MESH_WAYS]
     assert [scale["devices"] for scale in written["scales"]] == [8, 512, 16_000]
     assert written["linear"]
     assert written["rewritten"]
@@ -460,4 +450,3 @@ def test_figures_have_the_weights_of_one_device() -> None:
         assert stage.optimizer == way.optimizer
         assert stage.peak == way.peak
     assert isinstance(found.scales[0].ways[0].stages[0].peak, int)
-    assert Figures is type(whole(steps_of(model, ((x,), {}), setting(), None)[FP32]))

@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 
 from autoamp.errors import OptionError
-from autoamp.meshes import links
-from autoamp.meshes.links import Link, links_of, nanoseconds, on_the_wire
-from autoamp.meshes.spec import Mesh, parsed_mesh, scaled
 from autoamp.place.devices import figures
+from autoamp.planning.links import (
+    Link,
+    Mesh,
+    links_of,
+    nanoseconds,
+    on_the_wire,
+    parsed_mesh,
+    scaled,
+)
 
 SLOW = Link("slow", 2.0, 100.0)
 
@@ -63,7 +69,7 @@ def test_an_axis_that_leaves_the_node_takes_the_network() -> None:
 
 def test_every_gpu_of_the_table_has_a_link() -> None:
     gpus = [name for name, row in figures().items() if row["type"] == "cuda"]
-    assert [links.link_in_node(f"cuda:{name}").name for name in gpus]
+    assert all(links_of(Mesh(), f"cuda:{name}", 8, 400)["tp"].name for name in gpus)
 
 
 @pytest.mark.parametrize(

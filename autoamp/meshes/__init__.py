@@ -1,1 +1,0 @@
-"""`plan(mesh=...)`: predicts a training step on many devices, without any of them."""
