@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
-from autoamp.inspect.terminal.parts import WIDTH, as_text, plain_table
+from autoamp.inspect.text import WIDTH, as_text, plain_table
 
 SCHEMA = 1
 """The version of the JSON; raised when a field changes its meaning or is removed."""

@@ -136,6 +136,7 @@ class Line:
             is_peak = type(key) is tuple
             values[key] = self.slope.get(key, 0) * layers
             values[key] += start if edges or is_peak else 0
+        sent = {key: n for key, n in values.items() if isinstance(key, Sent)}
         peaks = {"most": 0.0, "again": 0.0}
         for key, value in values.items():
             if type(key) is tuple:
@@ -148,7 +149,7 @@ class Line:
             int(peaks["again"]),
             values["forward"],
             values["backward"],
-            {k: int(n) for k, n in values.items() if isinstance(k, Sent) and n},
+            {each: int(n) for each, n in sorted(sent.items()) if n},
         )
 
 

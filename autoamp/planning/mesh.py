@@ -502,7 +502,7 @@ def _between_replicas(
     if part.edges:
         sent[Sent("forward", ALL_GATHER, "fp32", part.edges)] += 1
         sent[Sent("backward", REDUCE_SCATTER, "fp32", part.edges)] += 1
-    return _transfers("dp", sent, devices, link, microbatches)
+    return _transfers("dp", dict(sorted(sent.items())), devices, link, microbatches)
 
 
 def _between_stages(
@@ -531,7 +531,7 @@ def _transfers(
             link.name,
             times * count * nanoseconds(each.kind, each.size, devices, link) * 1e-9,
         )
-        for each, count in sorted(sent.items())
+        for each, count in sent.items()
     ]
 
 

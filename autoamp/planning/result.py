@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoamp.benchmark.results import Line, Result, Table
-from autoamp.inspect.costs import bytes_text, seconds_text
+from autoamp.inspect.text import bytes_text, seconds_text
 
 _PEAK = (
     "The peak is the most memory held at one time. It is not the sum of the lines "
