@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -63,39 +63,22 @@ def largest_batch(way: Way, model: nn.Module, task: Task, budget: int) -> int:
 def search(peak: Callable[[int], int | None], budget: int) -> int:
     """The largest size whose peak is within the budget; peaks must grow with the size.
 
-    Peaks grow almost linearly, so the next size to try is where the line through the
-    two latest peaks reaches the budget.  Every third trial bisects the remaining range
-    instead, which bounds the number of trials if peaks are not linear.
-
     Args:
         peak: gives the peak of a size in bytes; None where memory runs out.
     """
-    least, most = 0, _MOST + 1
-    known: list[tuple[int, int]] = []
-    trials, size = 0, 1
-    while most - least > 1:
+
+    def fits(size: int) -> bool:
         found = peak(size)
-        trials += 1
-        if found is not None:
-            known.append((size, found))
-        if found is not None and found <= budget:
-            least = size
-        else:
-            most = size
-        halves = trials % 3 == 0 and most <= _MOST
-        guess = None if halves else _where(known, budget)
-        middle = least * 2 if most > _MOST else (least + most) // 2
-        size = min(max(middle if guess is None else guess, least + 1), most - 1)
+        return found is not None and found <= budget
+
+    least, most = 0, 1
+    while most <= _MOST and fits(most):
+        least, most = most, 2 * most
+    most = min(most, _MOST + 1)
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle)
     return least
-
-
-def _where(known: Sequence[tuple[int, int]], budget: int) -> int | None:
-    """The size at which the line through the two latest peaks reaches the budget."""
-    if len(known) < 2:
-        return None
-    (one, low), (other, high) = known[-2:]
-    slope = (high - low) / (other - one)
-    return int(other + (budget - high) / slope) if slope > 0 else None
 
 
 def _peak(way: Way, model: nn.Module, task: Task, size: int) -> int | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from autoamp.benchmark.results import Result
+
 
 @dataclass(frozen=True)
 class Row:
@@ -118,7 +120,7 @@ class Evidence:
 
 
 @dataclass(frozen=True, repr=False)
-class Measured:
+class Measured(Result):
     """The measurements: the ways, and the machine.
 
     Attributes:

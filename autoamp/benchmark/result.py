@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from typing import Any
-
-from rich.console import Console, ConsoleOptions, RenderResult
 
 from autoamp.benchmark.answer import Answer, answer
 from autoamp.benchmark.record import Evidence, Measured, Row
+from autoamp.benchmark.results import SCHEMA, Line, Table
 from autoamp.benchmark.shown import plot, table
-
-SCHEMA = 1
-"""The version of the JSON; raised when a field changes its meaning or is removed."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -30,29 +27,20 @@ class Bench(Measured):
         """Whether mixed precision helps, in a sentence."""
         return answer(self)
 
-    def to_json(self) -> str:
-        """All figures as JSON; `schema` is the version of its fields."""
-        document = {"schema": SCHEMA, "answer": self.answer.sentence, **asdict(self)}
-        return json.dumps(_plain(document), indent=2, allow_nan=False) + "\n"
+    def document(self) -> dict[str, Any]:
+        """The figures that `to_json` writes."""
+        return {"answer": self.answer.sentence, **super().document()}
 
-    def to_markdown(self) -> str:
-        """The tables as GitHub's markdown."""
-        return table.markdown(self)
+    def parts(self) -> Iterator[Line | Table]:
+        """The sentences and tables of `print(bench)`."""
+        return table.parts(self)
 
     def to_svg(self) -> str:
         """A bar plot of the times, fp32 = 1, as SVG."""
         return plot.svg(self)
 
-    def __str__(self) -> str:
-        return table.text(self)
-
     def __repr__(self) -> str:
         return f"<autoamp.Bench of {self.label}: {len(self.rows)} rows>"
-
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> RenderResult:
-        yield from table.parts(self)
 
 
 def from_json(text: str) -> Bench:
@@ -76,15 +64,4 @@ def from_json(text: str) -> Bench:
 def _tuple(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(math.nan if each is None else each for each in value)
-    return value
-
-
-def _plain(value: Any) -> Any:
-    """The value with null for each number that JSON lacks: NaN and infinity."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
     return value

@@ -1,21 +1,14 @@
-"""`Bench` as tables: in a terminal of 80 columns, as text, and as markdown."""
+"""The sentences and tables of a `Bench`."""
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from rich.console import Console, RenderableType
-from rich.padding import Padding
-from rich.text import Text
-
 from autoamp.benchmark.answer import answer
 from autoamp.benchmark.record import Measured, Row
-from autoamp.inspect.text import bytes_text, plain_table, seconds_text
-
-WIDTH = 80
-"""Columns of `str(bench)`."""
+from autoamp.benchmark.results import Line, Table
+from autoamp.inspect.text import bytes_text, seconds_text
 
 Cell = Callable[[Row], str]
 
@@ -87,63 +80,25 @@ TABLES = (TIMES, COSTS, OTHERS)
 """Three tables, because one would be wider than a terminal."""
 
 
-def parts(bench: Measured) -> Iterator[RenderableType]:
+def parts(bench: Measured) -> Iterator[Line | Table]:
     """The parts of `print(bench)`: the answer, the tables, and the small print."""
-    yield Text(f"autoamp bench: {_headline(bench)}", "bold")
+    yield Line(f"autoamp bench: {_headline(bench)}", "head")
     sentence = answer(bench).sentence
-    yield Text(f"{sentence[0].upper()}{sentence[1:]}.\n")
+    yield Line(f"{sentence[0].upper()}{sentence[1:]}.")
+    yield Line("")
     for title, rows in _groups(bench):
         if title:
-            yield Text(title, "bold")
+            yield Line(title, "title")
         for cells in TABLES:
             table = _table(rows, cells)
             if table is not None:
-                header, lines = table
-                made = plain_table(header[0], numbers=header[1:])
-                for cell_texts in lines:
-                    made.add_row(*map(Text, cell_texts))
-                yield Padding(made, (0, 0, 1, 0))
+                yield table
+                yield Line("")
         for row in rows:
             if row.error:
-                yield Text(f"{row.way} failed: {row.error}", "red")
+                yield Line(f"{row.way} failed: {row.error}", "failure")
     for line in _small_print(bench):
-        yield Text(line)
-
-
-def text(bench: Measured) -> str:
-    """The text of `print(bench)`, without colours, 80 columns wide."""
-    file = io.StringIO()
-    console = Console(
-        file=file,
-        width=WIDTH,
-        color_system=None,
-        force_terminal=False,
-        force_jupyter=False,
-        legacy_windows=False,
-    )
-    for part in parts(bench):
-        console.print(part)
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).rstrip()
-
-
-def markdown(bench: Measured) -> str:
-    """The same as GitHub's markdown."""
-    sentence = answer(bench).sentence
-    blocks = [f"**{_headline(bench)}**", f"{sentence[0].upper()}{sentence[1:]}."]
-    for title, rows in _groups(bench):
-        blocks += [f"### {title}"] if title else []
-        for cells in TABLES:
-            table = _table(rows, cells)
-            if table is not None:
-                header, lines = table
-                rule = ["---", *("---:" for _ in header[1:])]
-                block = [
-                    "| " + " | ".join(each) + " |" for each in (header, rule, *lines)
-                ]
-                blocks.append("\n".join(block))
-        blocks += [f"{row.way} failed: {row.error}" for row in rows if row.error]
-    blocks.append("\n".join(f"- {line}" for line in _small_print(bench)))
-    return "\n\n".join(blocks) + "\n"
+        yield Line(line, "note")
 
 
 def _headline(bench: Measured) -> str:
@@ -157,10 +112,8 @@ def _groups(bench: Measured) -> Iterator[tuple[str, list[Row]]]:
         yield title, [row for row in bench.rows if row.batch == batch]
 
 
-def _table(
-    rows: Sequence[Row], cells: dict[str, Cell]
-) -> tuple[list[str], list[list[str]]] | None:
-    """The header and lines of a table, without empty columns."""
+def _table(rows: Sequence[Row], cells: dict[str, Cell]) -> Table | None:
+    """A table of the ways that ran, without empty columns."""
     ran = [row for row in rows if row.seconds is not None]
     columns = {
         name: found
@@ -173,7 +126,7 @@ def _table(
         [row.way, *(column[place] for column in columns.values())]
         for place, row in enumerate(ran)
     ]
-    return ["way", *columns], lines
+    return Table(["way", *columns], lines)
 
 
 def _small_print(bench: Measured) -> Iterator[str]:
