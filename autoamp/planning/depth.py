@@ -201,7 +201,8 @@ def _values(step: WayStep, first: Windows, again: Windows) -> dict[Key, float]:
         "saved": step.first.saved,
         "low": step.first.low,
         "copies": step.copies,
-        **step.first.nanoseconds,
+        "forward": step.first.nanoseconds["forward"],
+        "backward": step.first.nanoseconds["backward"],
     }
     for name, seen, size in (("most", step.first, first), ("again", step.again, again)):
         forward, backward = seen.held["forward"], seen.held["backward"]

@@ -166,7 +166,9 @@ class _Step:
         self, region: Callable[[], contextlib.AbstractContextManager[Any]]
     ) -> WayStep:
         """A step of the model's own code."""
-        hook = self._layer and self._layer.register_forward_hook(self._gave)
+        hook = None
+        if self._layer is not None:
+            hook = self._layer.register_forward_hook(self._gave)
         try:
             first, again = self.run(self.model, region)
         finally:
