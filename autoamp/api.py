@@ -127,9 +127,9 @@ def convert(
             call measures them in half a second, once for a device and a number of
             threads, and they are kept on disk (docs/tuning.md).  False takes the
             figures of a table, as `AUTOAMP_CALIBRATE=0` does.
-        record: a folder for the flight recorder: a small ring of the last training
-            steps, and at the first loss that is not finite, or the third skipped step
-            in a row, what a replay of the step needs (docs/flight-recorder.md).
+        record: a folder for a snapshot, written once: at the first loss that is not
+            finite, or the third skipped step in a row, what a replay of the step needs
+            (docs/snapshot.md).
         budget: the error that mixed precision may make against fp32: "0.1%" or a number
             (of the loss where the model returns one, else of the outputs), a part of
             autocast's error ("0.3 autocast"), or a `Budget`.  The fastest placement

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from autoamp.benchmark.result import Bench
 from autoamp.benchmark.step.ways import KINDS
 from autoamp.calibrate.tune import Tuning, tune_model
 from autoamp.inspect.report import Report
+from autoamp.snapshot.replay import find_overflow_in
 
 
 def explain(
@@ -105,6 +107,7 @@ def find_overflow(
     *args: Any,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     options: Mapping[str, Any] | None = None,
+    snapshot: str | os.PathLike[str] | None = None,
     **kwargs: Any,
 ) -> Overflow:
     """Finds the first number, forward or backward, that leaves its dtype's range.
@@ -122,6 +125,9 @@ def find_overflow(
             output's `loss`, or the sum of the output's float tensors.
         options: keyword arguments of `convert`; by default those that the model was
             converted with, or fp16 if it was not converted.
+        snapshot: a folder that `record=` has written to.  The weights, arguments,
+            random generators and options of its newest snapshot are used, and `*args`
+            and `**kwargs` are needed only for arguments that it could not hold.
         **kwargs: keyword arguments of the call.
 
     Returns:
@@ -142,6 +148,8 @@ def find_overflow(
         False
     """
     refuse_options("find_overflow", model, kwargs)
+    if snapshot is not None:
+        return find_overflow_in(model, snapshot, (args, kwargs), options, loss_fn)[0]
     return find_overflow_model(model, args, kwargs, options, loss_fn)
 
 

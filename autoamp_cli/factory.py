@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,14 +31,31 @@ class Made:
     data: Any = None
 
 
-def made_by(name: str, *, data: bool = False) -> Made:
+def made_by(name: str, *, data: bool = False, alone: bool = False) -> Made:
     """Calls the factory called `name`; the working directory can be imported from.
 
     Args:
         data: whether the factory may return batches of data as a fourth part.
+        alone: whether it may return the model without arguments.
 
     Raises:
         Problem: there is no such factory, it raises, or it returns something else.
+    """
+    factory = function_of(name)
+    try:
+        returned = factory()
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code)
+        raise Problem(f"{name} raised {told(error)}") from None
+    if alone and not isinstance(returned, tuple):
+        returned = returned, ()
+    return _checked(name, returned, (2, 3, 4) if data else (2, 3))
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """The function called `name`, `module:function`.
+
+    Raises:
+        Problem: there is no such function.
     """
     module, _, path = name.partition(":")
     if not module or not path:
@@ -49,16 +67,13 @@ def made_by(name: str, *, data: bool = False) -> Made:
     except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code)
         raise Problem(f"{name}: {module} cannot be imported: {told(error)}") from None
     try:
-        factory = functools.reduce(getattr, path.split("."), found)
+        function: Any = functools.reduce(getattr, path.split("."), found)
     except AttributeError:
         raise Problem(f"{name}: module {module} has no {path}") from None
-    if not callable(factory):
-        raise Problem(f"{name} is a {type(factory).__name__}, not a function; {_GIVES}")
-    try:
-        returned = factory()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code)
-        raise Problem(f"{name} raised {told(error)}") from None
-    return _checked(name, returned, (2, 3, 4) if data else (2, 3))
+    if not callable(function):
+        given = type(function).__name__
+        raise Problem(f"{name} is a {given}, not a function; {_GIVES}")
+    return function  # type: ignore[no-any-return]
 
 
 def told(error: BaseException) -> str:

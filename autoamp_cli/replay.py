@@ -1,28 +1,24 @@
-"""`autoamp replay`: the deadly step of a recorded training, run again and explained."""
+"""`autoamp replay`: the step of a snapshot, run again and explained."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib
 import json
-import sys
+import math
 from pathlib import Path
 from typing import Any
 
 import click
 
+from autoamp_cli.asked import asking, show
 from autoamp_cli.problem import Problem
+
+CURED, NOT_CURED, NOT_REPRODUCED = 0, 1, 3
 
 
 @click.command()
-@click.option("--rank", metavar="N", type=int, help="The rank; else who died first.")
-@click.option("--step", metavar="N", type=int, help="The step; else the first death.")
+@click.option("--model", metavar="MODULE:FACTORY", help="Makes the model.")
+@click.option("--loss", metavar="MODULE:FN", help="The loss of the model's output.")
 @click.option("--write", metavar="FILE", help="Write the rule; rules= takes the file.")
-@click.option("--model", metavar="MODULE:FACTORY", help="Run this, not the script.")
-@click.option(
-    "--loss", metavar="MODULE:FN", help="The loss of the output, for --model."
-)
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 @click.argument("folder")
 @click.pass_context
@@ -30,82 +26,66 @@ def replay(
     ctx: click.Context,
     folder: str,
     *,
-    rank: int | None,
-    step: int | None,
-    write: str | None,
     model: str | None,
     loss: str | None,
+    write: str | None,
     as_json: bool,
 ) -> None:
-    """Runs the step at which a recorded training died again, and says why it died.
+    """Runs the step of a snapshot again, and says why its numbers are not finite.
 
-    FOLDER is the folder of record=.  The training's own script is run again up to its
-    first step, in which the recorded state is put in place.  Exit status: 0 if a rule
-    cures it, 1 if none does, 3 if the step does not die again, 2 for bad input.
+    FOLDER is the folder of record=, whose newest snapshot is taken, or that of one
+    snapshot.  FACTORY() returns the model, (model, args) or (model, args, kwargs).
+    Exit status: 0 if a rule cures the step, 1 if none does, 3 if the step does not die
+    again, 2 for bad input.
 
     \b
     Examples:
-      autoamp replay flight --write cure.toml
-      autoamp replay flight --model models.gpt:factory --loss models.gpt:loss
+      autoamp replay snapshots --model models.gpt:factory
+      autoamp replay snapshots --model models.gpt:factory --write cure.toml
     """
-    from autoamp.errors import AutoampError
-    from autoamp.printable import printable_line
-    from autoamp.replay.called import called_by
-    from autoamp.replay.replay import replay as replayed
-    from autoamp.replay.rerun import rerun
+    from autoamp.snapshot.replay import find_overflow_in, rules_text
+    from autoamp_cli.factory import function_of, made_by
 
-    if loss and not model:
-        raise Problem("--loss is the loss of the model that --model makes: give both")
-    target = Path(write).absolute() if write else None
-    try:
-        run: Any = rerun
-        if model:
-            run = called_by(functools.partial(_made, model), _function(loss))
-        with contextlib.redirect_stdout(sys.stderr):  # what the script prints
-            found = replayed(folder, rank=rank, step=step, run=run)
-    except AutoampError as error:
-        raise Problem(str(error)) from None
+    if not model:
+        raise Problem(
+            "a snapshot holds no code: give --model module:factory, a function that "
+            "returns the model that was trained"
+        )
+    with asking(model):
+        made = made_by(model, alone=True)
+        loss_fn = function_of(loss) if loss else None
+        call = made.args, made.kwargs
+        found, snapshot = find_overflow_in(made.model, folder, call, None, loss_fn)
+    status = NOT_CURED if found.rule is None else CURED
+    if not found or found.harmless:
+        status = NOT_REPRODUCED
     if as_json:
-        click.echo(json.dumps(found.as_dict(), indent=2))
+        facts = {name: snapshot.facts[name] for name in ("rank", "step", "cause")}
+        told = {"format": 2, **facts, **_as_dict(found), "status": status}
+        click.echo(json.dumps(told, indent=2))
     else:
-        for line in found.lines():
-            click.echo(printable_line(line, 1000))
-    if target is not None and found.rule is not None:
+        show(found)
+    if write and found.rule is not None:
         try:
-            target.write_text(found.toml(), encoding="utf-8")
+            Path(write).write_text(rules_text(found.rule, snapshot), encoding="utf-8")
         except OSError as error:
             raise Problem(f"{write} cannot be written: {error.strerror}") from None
-    elif target is not None:
+    elif write:
         click.echo("There is no rule to write.", err=True)
-    ctx.exit(found.status)
+    ctx.exit(status)
 
 
-def _made(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """What a factory gives, which may be the model alone."""
-    from torch import nn
+def _as_dict(found: Any) -> dict[str, Any]:
+    from autoamp.dtypes import short_name
 
-    from autoamp_cli.factory import made_by
-
-    returned: Any = _function(name)()
-    if isinstance(returned, nn.Module):
-        return returned, (), {}
-    made = made_by(name)
-    return made.model, made.args, made.kwargs
-
-
-def _function(name: str | None) -> Any:
-    """The function called `module:name`; None for no name."""
-    if name is None:
-        return None
-    module, _, path = name.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        found = functools.reduce(
-            getattr, path.split("."), importlib.import_module(module)
-        )
-    except Exception as error:  # noqa: BLE001 (a user's code)
-        raise Problem(f"{name}: {type(error).__name__}: {error}") from None
-    if not callable(found):
-        raise Problem(f"{name} is no function")
-    return found
+    names = ("label", "headline", "direction", "kind", "op", "name", "module", "source")
+    rule, size = found.rule, found.largest
+    return {
+        **{name: getattr(found, name) for name in names},
+        "reproduced": found.found and not found.harmless,
+        "dtype": short_name(found.dtype),
+        "magnitude": size if math.isfinite(size) else str(size),
+        "in_fp32": found.in_fp32,
+        "rule": rule and {"deny": [*rule.deny], "keep": [*rule.keep]},
+        "notes": [*found.notes],
+    }

@@ -54,11 +54,14 @@ def find_overflow_model(
     kwargs: Mapping[str, Any],
     given: Mapping[str, Any] | None,
     loss_fn: LossFn | None = None,
+    *,
+    scale: float | None = None,
 ) -> Overflow:
     """The first number that leaves its range; see `autoamp.find_overflow`.
 
     Args:
         given: options of `convert`, added to those of the model's own conversion.
+        scale: the loss scale; by default that in force.
 
     Raises:
         UnsupportedModelError: the model cannot be captured, or its inputs are on
@@ -82,7 +85,7 @@ def find_overflow_model(
     with examined(model, options, low) as (twin, engine):
         try:
             stand_in = Recording(twin, engine, call, loss_fn, trains=trains)
-            scale = _loss_scale(model, engine)
+            scale = _loss_scale(model, engine) if scale is None else scale
             first = stand_in.recorded(engine.options, scale)
         except AutoampError:
             raise

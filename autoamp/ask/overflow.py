@@ -43,6 +43,7 @@ class Overflow:
         in_fp32: whether fp32 gives an infinity or NaN too, which no option can cure.
         harmless: whether the loss and all gradients are finite in spite of it.
         rule: the options of `convert` that keep the number in range, or None.
+        notes: what a snapshot tells beside it; empty without a snapshot.
     """
 
     label: str
@@ -61,6 +62,7 @@ class Overflow:
     in_fp32: bool = False
     harmless: bool = False
     rule: Remedy | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def limit(self) -> float:
@@ -103,6 +105,8 @@ class Overflow:
             yield Text(f"  read by {self.reader}, in {short_name(self.dtype)}")
         for line in self._advice() if self.found else ():
             yield Text(f"  {line}")
+        for note in self.notes:
+            yield Text(f"  note    {note}")
 
     # -- sentences -----------------------------------------------------------------
 

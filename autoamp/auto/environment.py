@@ -13,16 +13,13 @@ from typing import Any
 from autoamp.auto.report_dir import written_to
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype
 from autoamp.errors import AutoampError, OptionError, RulesError
-from autoamp.flight.death import LIMIT
-from autoamp.flight.folder import checked as recorded_to
-from autoamp.flight.ops import OPS
-from autoamp.flight.recorder import EVERY
 from autoamp.kernels.table import KERNEL_NAMES
 from autoamp.op_names import parse_op_name
 from autoamp.options import WEIGHT_COPIES, Options
 from autoamp.pass_options import BACKENDS, PLACEMENTS
 from autoamp.printable import printable_line
 from autoamp.rules import Rules
+from autoamp.snapshot.files import checked as recorded_to
 from autoamp.training.scale import LOSS_SCALES, StaticLossScale
 
 ENABLE = "AUTOAMP_ENABLE"
@@ -118,8 +115,7 @@ def _told(name: str, value: str, problem: str, room: int = _TOLD) -> str:
 
 def remarks(environ: Mapping[str, str]) -> list[str]:
     """A sentence for each variable that has no effect, or has a new spelling."""
-    others = (_CACHE_DIR, LIMIT, OPS, EVERY)
-    known = sorted({ENABLE, REPORT_DIR, HOT, *others, *_VARIABLES})
+    known = sorted({ENABLE, REPORT_DIR, HOT, _CACHE_DIR, *_VARIABLES})
     found = []
     enable = environ.get(ENABLE, "")
     if enable.strip().lower() not in ("", *_ON, *_OFF):

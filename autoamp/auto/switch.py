@@ -23,8 +23,8 @@ from autoamp.auto.environment import Settings
 from autoamp.auto.mode import AutomaticMode
 from autoamp.auto.patch import Patch
 from autoamp.capture.thread import inside_a_call, under_compilation
-from autoamp.flight.folder import checked as recorded_to
 from autoamp.options import Options
+from autoamp.snapshot.files import checked as recorded_to
 from autoamp.training.first_step import expect_models
 from autoamp_heat import INSIDE, Heat, passed_on
 

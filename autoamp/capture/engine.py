@@ -24,7 +24,6 @@ from autoamp.capture.graph import (
     Local,
     counting_runs,
     counting_sizes,
-    observed,
     scaled,
     undone,
     unscaled,
@@ -273,8 +272,6 @@ class Engine:
             kind = MeshedCopies if meshed else WeightCopies
             copies = kind(low, kept=kept, layouts=prepared.layouts)
         captured = Graph(prepared, copies)
-        if scaling.observers and self.runs_as_is and runs_every_op(captured.gm):
-            observed(captured, scaling.observers)
         options = self.options
         if options.locked is not None:
             check_graph(options.locked, self.record, captured, strict=options.strict)

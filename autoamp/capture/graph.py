@@ -9,7 +9,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -63,7 +63,6 @@ class Graph:
         prepared: the graph, which other models may run as well.
         copies: the weight copies the graph is given, or None where it needs none.
         runs: how often the graph ran.
-        observers: make observers of each run, which goes node by node then.
         sizes: how often the graph ran with which values of its symbolic sizes; empty
             where it has none.
     """
@@ -71,12 +70,7 @@ class Graph:
     prepared: Prepared
     copies: WeightCopies | None = None
     runs: int = 0
-    observers: Sequence[Callable[[], Observer]] = ()
     sizes: Counter[tuple[int, ...]] = field(default_factory=Counter)
-
-    def seen(self) -> list[Observer]:
-        """The observers of one run that goes node by node."""
-        return [Held(), *(make() for make in self.observers)]
 
     @property
     def rewritten(self) -> Rewritten | None:
@@ -136,7 +130,7 @@ def unscaled(
             SHARDED.note_wide([args[i] for i in wide])
         copies = () if fresh is None else fresh([args[i] for i in slots])
         if skip_watch is not None and skip_watch.watching and torch.is_grad_enabled():
-            observers = [*captured.seen(), _recorder(skip_watch, captured)]
+            observers = [Held(), _recorder(skip_watch, captured)]
             return Runner(captured.gm, observers).run(*args, *copies)
         return prepared.run(*args, *copies)
 
@@ -175,7 +169,7 @@ def scaled(
         graph_run = GraphRun(scaling, origin, leaves, extra)
         copies = () if fresh is None else fresh([args[i] for i in slots])
         if watches and (scaling.skip_watch.watching or scaling.wants_size):
-            observers = captured.seen()
+            observers: list[Observer] = [Held()]
             if scaling.wants_size:
                 observers.append(GradientSizes(graph_run.begin_sizes(extra)))
             if scaling.skip_watch.watching:
@@ -213,17 +207,6 @@ def _recorder(skip_watch: SkipWatch, captured: Graph) -> Recorder:
     trail = skip_watch.trail(captured.rewritten)
     here = compat.around_now()
     return Recorder(trail, exact=skip_watch.asks_fp32, here=here)
-
-
-def observed(captured: Graph, observers: Sequence[Callable[[], Observer]]) -> None:
-    """Has the runs of a graph go node by node, seen by an observer that each makes."""
-    prepared = captured.prepared
-
-    def run(*args: Any) -> Any:
-        return Runner(prepared.gm, captured.seen()).run(*args)
-
-    captured.observers = observers
-    captured.prepared = replace(prepared, run=run)
 
 
 def counting_runs(local: Local, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -167,9 +167,7 @@ from autoamp.compat.listening import (
     registered_dtype,
 )
 from autoamp.compat.losses import (
-    frames_from,
     history,
-    largest_magnitude,
     running_losses,
 )
 from autoamp.compat.modes.autocast import (

@@ -22,12 +22,9 @@ from autoamp.capture.locked import check_declined, check_model, tell_of_model
 from autoamp.capture.record import Record, Skipped
 from autoamp.dtypes import UNSCALED, largest, short_name
 from autoamp.errors import OptionError, UnsupportedModelError
-from autoamp.flight.folder import checked
-from autoamp.flight.instead import Replay, running
-from autoamp.flight.recorder import FlightRecorder
 from autoamp.messages import log_once
 from autoamp.model.call.entry import Entry
-from autoamp.model.call.heard import RecordedEntry, ReplayedEntry
+from autoamp.model.call.recorded import RecordedEntry
 from autoamp.model.children import left_alone, watch
 from autoamp.model.conversion import (
     CONVERSIONS,
@@ -51,6 +48,8 @@ from autoamp.options import Options
 from autoamp.overflow.remedy import Remedy
 from autoamp.place.cost import PriceModel
 from autoamp.printable import class_name
+from autoamp.snapshot.files import checked
+from autoamp.snapshot.write import SnapshotWriter
 from autoamp.training.attach import detach_from
 from autoamp.training.first_step import end_scaling, new_scaling
 from autoamp.training.model_scaling import ModelScaling
@@ -89,7 +88,6 @@ def convert_model(
         raise UnsupportedModelError(reason)
     if example_inputs is not None and not isinstance(example_inputs, tuple):
         raise OptionError("example_inputs must be a tuple of the model's arguments")
-    options = _as_replayed(model, options)
     low, why_not = choose_precision(model, options)
     own = own_precision(model) if masters else None
     options, label = for_model(model, options, low), class_name(model)
@@ -99,20 +97,27 @@ def convert_model(
         # The model is converted for loss scaling only: none of its ops is lowered.
         low, options = own, _runs_as_it_is(options, label)
     options = _with_fitting_lock(options, label, "" if low is not None else why_not)
-    recorder = _recorder(options, label, converts=low is not None)
+    writer = _writer(options, label, converts=low is not None)
     if low is None:
         return _decline(model, label, why_not, notes)
     own_loaded_weights(model)
     state, fresh = _state_of(model)
     before = state.call
     listeners = [convert_again] if options.heal else []
-    heard = {} if recorder is None else {**recorder.listeners}
-    heard |= {"automatic": automatic, "low": low}
-    scaling = new_scaling(options, scale, label, _models_of, listeners, **heard)
+    scaling = new_scaling(
+        options,
+        scale,
+        label,
+        _models_of,
+        listeners,
+        low=low,
+        automatic=automatic,
+        on_step=() if writer is None else (writer.stepped,),
+    )
     record = Record(label, low, scaling)
     of_class = state.previous is None
     engine = Engine(options, record, price=price, on_capture=on_capture)
-    state.call = _entry(recorder, engine, type(model), of_class=of_class)
+    state.call = _entry(writer, engine, type(model), of_class=of_class)
     record.skipped += notes
     watch(model)
     if example_inputs is not None:
@@ -150,56 +155,42 @@ def _inside_engine(model: nn.Module) -> str:
     return f"{class_name(model)} cannot be converted. {engine}" if engine else ""
 
 
-def _as_replayed(model: nn.Module, options: Options) -> Options:
-    """`options`, or what a replay that is running makes of them."""
-    replay = running()
-    return options if replay is None else replay.options_for(model, options)
-
-
-def _recorder(
-    options: Options, label: str, *, converts: bool
-) -> FlightRecorder | Replay | None:
-    """The replay that is running, or the recorder that `record=` asks for.
+def _writer(options: Options, label: str, *, converts: bool) -> SnapshotWriter | None:
+    """The writer of the snapshot that `record=` asks for.
 
     Raises:
         OptionError: its folder cannot be written to.
     """
-    replay = running()
-    if replay is not None:
-        return replay
     if options.record is None:
         return None
     folder = checked(options.record)
     if not converts:
         logger.warning("autoamp: %s is not converted, and not recorded", label)
         return None
-    return FlightRecorder(folder, options)
+    return SnapshotWriter(folder, options)
 
 
 def _entry(
-    told: FlightRecorder | Replay | None,
+    writer: SnapshotWriter | None,
     engine: Engine,
     owner: type[nn.Module],
     *,
     of_class: bool,
 ) -> Entry:
-    """The entry of a model's calls, of which a recorder or a replay may be told."""
-    if told is None:
+    """The entry of a model's calls, of which a writer may be told."""
+    if writer is None:
         return Entry(engine, owner, of_class=of_class)
-    if not isinstance(told, FlightRecorder):
-        return ReplayedEntry(told, engine, owner, of_class=of_class)
-    recorder = told
-    recorder.scaling = engine.record.scaling
-    return RecordedEntry(recorder, engine, owner, of_class=of_class)
+    writer.scaling = engine.record.scaling
+    return RecordedEntry(writer, engine, owner, of_class=of_class)
 
 
 def _end_recording(call: Entry | None) -> None:
-    """Ends the recorder of a call that a model has no more, unless a copy has it."""
+    """Ends the writer of a call that a model has no more, unless a copy has it."""
     if not isinstance(call, RecordedEntry):
         return
-    held = [getattr(each.call, "told", None) for each in CONVERSIONS]
-    if all(each is not call.told for each in held):
-        call.told.finish()
+    others = [getattr(each.call, "writer", None) for each in CONVERSIONS]
+    if all(each is not call.writer for each in others):
+        call.writer.end()
 
 
 def _decline(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 import sys
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ class Listening(TorchFunctionMode):
         # Some calls return no tensor, such as `tensor.backward()`.
         tensors = [t for t in pytree.tree_leaves(result) if floats_in(t)]
         if tensors and not any(t is value for t in tensors for value in given):
-            location = Location(OUTSIDE, op=_name(func), source=_line())
+            location = Location(OUTSIDE, op=_name(func), source=line_outside())
             step = Step(
                 None, largest_in(tensors), tensors[0].dtype, operands, location=location
             )
@@ -78,13 +79,17 @@ def _name(func: Callable[..., Any]) -> str:
     return str(resolve_name(func) or getattr(func, "__name__", func))
 
 
-def _line() -> str:
-    """`train.py:12: loss = ...`: the innermost line outside of torch and autoamp."""
-    frame = sys._getframe(1)
+def line_outside(frame: types.FrameType | None = None) -> str:
+    """`train.py:12: loss = ...`: the innermost line outside of torch and autoamp.
+
+    Args:
+        frame: where to begin; by default the caller.
+    """
+    frame = frame or sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((_TORCH, _OURS)):
             code = linecache.getline(file, frame.f_lineno).strip()
             return f"{file}:{frame.f_lineno}: {code}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""

@@ -56,15 +56,13 @@ def new_scaling(
     low: torch.dtype | None = None,
     automatic: bool = False,
     on_step: Sequence[Callable[..., None]] = (),
-    observers: Sequence[Callable[[], Any]] = (),
 ) -> ModelScaling:
     """The scaling of one conversion; optimizers are met as long as the scaling lives.
 
     Args:
         options: the options of the conversion.
         loss_scale: the loss scale to begin with.
-        label, find_models, on_remedy, low, automatic, on_step, observers: as for
-            `ModelScaling`.
+        label, find_models, on_remedy, low, automatic, on_step: as for `ModelScaling`.
     """
     scaling = ModelScaling(
         ScaleDomain(loss_scale),
@@ -76,7 +74,6 @@ def new_scaling(
         find_models=find_models,
         on_remedy=on_remedy,
         on_step=on_step,
-        observers=observers,
     )
     guard.begin(scaling, options)
     _scalings.add(scaling)

@@ -69,9 +69,8 @@ class ModelScaling:
         on_remedy: the listeners that are told which remedy would cure an op that has
             overflowed at step after step; empty where the user did not ask to heal.
         on_step: the listeners that are told of each step of the model's optimizers:
-            the optimizer's boundary, whether the step is skipped (a flag of one element
-            where only a kernel knows), and the largest gradients by loss scale.
-        observers: make observers of the runs of graphs, which then run node by node.
+            whether the step is skipped, as a flag of one element where only a kernel
+            knows.
         ledger: the events since the conversion.
         skip_watch: watches the runs after a skipped step.
     """
@@ -85,7 +84,6 @@ class ModelScaling:
     find_models: Callable[[ModelScaling], Sequence[torch.nn.Module]] | None = None
     on_remedy: Sequence[Callable[[ModelScaling, Remedy], None]] = ()
     on_step: Sequence[Callable[..., None]] = ()
-    observers: Sequence[Callable[[], Any]] = ()
     ledger: ModelLedger = field(default_factory=ModelLedger)
     skip_watch: SkipWatch = field(default_factory=SkipWatch)
 

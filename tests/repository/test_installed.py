@@ -18,7 +18,7 @@ GUARDED = {
     "executorch": ("executorch", "exported/targets.py"),
     "onnx": ("onnx", "exported/targets.py"),
     "pynvml": ("bench", "benchmark/energy.py"),
-    "safetensors": ("record", "flight/folder.py"),
+    "safetensors": ("record", "snapshot/files.py"),
 }
 """A module that may be missing, the extra that brings it, and the file that says so."""
 

@@ -104,7 +104,7 @@ class OptimizerBoundary:
             self.scalings.append(scaling)
             self.listeners = (*self.listeners, *scaling.on_step)
 
-    def tell(self, skipped: bool | torch.Tensor, sizes: Sizes) -> None:
+    def tell(self, skipped: bool | torch.Tensor) -> None:
         """Counts a step for each model, and tells the listeners of it.
 
         Args:
@@ -113,7 +113,7 @@ class OptimizerBoundary:
         for scaling in self.scalings:
             scaling.ledger.steps += 1
         for listener in self.listeners:
-            listener(self, skipped, sizes)
+            listener(skipped)
 
     def log(self, reason: str) -> None:
         """Logs what was decided about a step, for debugging."""

@@ -35,11 +35,11 @@ def move(boundary: OptimizerBoundary, reading: Reading, decision: Decision) -> N
         update_scales(runs, reading.flag, reading.sizes, retries=False)
         count_skips(reading.guards, reading.flag)
     if decision.way is not Way.BY_KERNEL:
-        _mark(boundary, decision.way is Way.SKIP, reading.sizes)
+        _mark(boundary, decision.way is Way.SKIP)
         return
     boundary.steps += 1
     assert decision.flag is not None
-    boundary.tell(decision.flag, reading.sizes)
+    boundary.tell(decision.flag)
     if find(boundary):
         show_on_wrappers(boundary, decision.flag.reshape(()) != 0)
     boundary.skipped_before = False  # the host does not know: see `unsure`
@@ -129,16 +129,14 @@ def _note(
     return evidence.runs
 
 
-def _mark(
-    boundary: OptimizerBoundary, skipped: bool, sizes: Sizes | None = None
-) -> None:
+def _mark(boundary: OptimizerBoundary, skipped: bool) -> None:
     """Counts a step; the optimizer shows whether the step was skipped."""
     boundary.steps += 1
     show(boundary, skipped)
     boundary.skipped_before, boundary.unsure = skipped, ()
     if skipped:
         compat.mark_stepped(boundary.optimizer)
-    boundary.tell(skipped, sizes or {})
+    boundary.tell(skipped)
 
 
 def largest_in(steps: Sequence[Sizes]) -> Sizes:

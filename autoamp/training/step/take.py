@@ -79,5 +79,5 @@ def leaves_to_scaler(boundary: OptimizerBoundary) -> bool:
         scaling.ledger.set_foreign(True)
         boundary.link(scaling)
     found = getattr(boundary.optimizer, "found_inf", None)  # where it is fused
-    boundary.tell(False if found is None else found.reshape(()), {})
+    boundary.tell(False if found is None else found.reshape(()))
     return True

@@ -1,0 +1,1 @@
+"""A snapshot of a training whose numbers are not finite any more, and its replay."""
