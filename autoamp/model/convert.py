@@ -104,16 +104,9 @@ def convert_model(
     state, fresh = _state_of(model)
     before = state.call
     listeners = [convert_again] if options.heal else []
-    scaling = new_scaling(
-        options,
-        scale,
-        label,
-        _models_of,
-        listeners,
-        low=low,
-        automatic=automatic,
-        on_step=() if writer is None else (writer.stepped,),
-    )
+    on_step = () if writer is None else (writer.stepped,)
+    named: dict[str, Any] = {"low": low, "automatic": automatic, "on_step": on_step}
+    scaling = new_scaling(options, scale, label, _models_of, listeners, **named)
     record = Record(label, low, scaling)
     of_class = state.previous is None
     engine = Engine(options, record, price=price, on_capture=on_capture)
