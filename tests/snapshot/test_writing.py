@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -208,3 +209,23 @@ def test_the_rank_that_dies_writes(tmp_path: Path, two: Ranks) -> None:
     (found,) = snapshots(tmp_path)
     assert (found.facts["rank"], found.facts["world"]) == (1, 2)
     assert "rank-1-step-3" in found.path.name
+
+
+def test_a_backward_in_another_thread_is_found() -> None:
+    """As on a GPU, whose hooks run in a thread of torch's own."""
+    found = []
+
+    def look(_: Tensor) -> None:
+        there = threading.Thread(target=lambda: found.append(losses.running_losses()))
+        there.start()
+        there.join()
+
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    y.register_hook(look)
+    loss = y.sum()
+    loss.backward()
+    ((given, frame),) = found
+    assert given[0] is loss
+    assert frame is not None
+    assert losses.running_losses() == ([], None)
