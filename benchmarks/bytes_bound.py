@@ -27,9 +27,9 @@ from autoamp.analyse.classified import Classified
 from autoamp.calibrate.prices import Operand, op_specimen
 from autoamp.counted.traffic import count_traffic
 from autoamp.dtypes import HIGH_DTYPE
-from autoamp.kernels.attention_backward.condition import attention_at
-from autoamp.kernels.attention_backward.function import attention
-from autoamp.kernels.softmax_backward.condition import softmax_at
+from autoamp.kernels.attention import attention_at
+from autoamp.kernels.functions.attention import attention
+from autoamp.kernels.norms import softmax_at
 from autoamp.place.cost import Prices
 from autoamp.place.devices import NEUTRAL
 from autoamp.place.problem import build_problem, least_cost, returned_and_used

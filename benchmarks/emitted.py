@@ -48,7 +48,7 @@ def code_of(gm: fx.GraphModule) -> str:
     inner = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
     code = "\n".join(each.code for each in inner)
     return re.sub(
-        r"\bautoamp_(graph_functions_[a-z]+|kernels_[a-z_]+_function)_",
+        r"\bautoamp_(graph_functions|kernels_functions)_[a-z]+_",
         "autoamp_",
         code,
     )

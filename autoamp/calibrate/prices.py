@@ -27,7 +27,7 @@ from autoamp.ask.progress import told
 from autoamp.calibrate.clock import least_seconds
 from autoamp.calibrate.store import Store
 from autoamp.dtypes import HIGH_DTYPE, short_name
-from autoamp.kernels.cpu_norms.condition import own_norm
+from autoamp.kernels.norms import own_norm
 from autoamp.place.cost import UNIT_NS, Prices, price_graph
 from autoamp.place.devices import device_of, kind_of, main_device
 

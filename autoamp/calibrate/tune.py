@@ -33,7 +33,7 @@ from autoamp.dtypes import UNSCALED, needs_loss_scale, short_name
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.inspect.findings import layouts_text
 from autoamp.inspect.text import as_text, plain_table
-from autoamp.kernels.rotary.function import rotary
+from autoamp.kernels.functions.rotary import rotary
 from autoamp.kernels.table import CHANNELS_LAST, ROTARY
 from autoamp.model.conversion import DECLINED, Conversion, conversion_of
 from autoamp.model.convert import convert_model, revert_model

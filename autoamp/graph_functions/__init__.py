@@ -41,10 +41,9 @@ from autoamp.graph_functions.traceable import (
     traced_scale_grad_,
     traced_scale_grad_apart,
 )
-from autoamp.kernels.attention_backward.function import attention, traced_attention
-from autoamp.kernels.cpu_norms.function import layer_norm, rms_norm
-from autoamp.kernels.rotary.function import rotary
-from autoamp.kernels.softmax_backward.function import softmax
+from autoamp.kernels.functions.attention import attention, traced_attention
+from autoamp.kernels.functions.norms import layer_norm, rms_norm, softmax
+from autoamp.kernels.functions.rotary import rotary
 
 LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     {

@@ -31,7 +31,7 @@ from autoamp.graph_functions import (
 )
 from autoamp.inspect.rows import Section
 from autoamp.inspect.text import bytes_text, counted
-from autoamp.kernels.rotary.function import rotary
+from autoamp.kernels.functions.rotary import rotary
 from autoamp.pass_options import PassOptions
 from autoamp.rewrite.emitted import CAST_KIND, TOGETHER, USES, WEIGHT_PATH
 from autoamp.rewrite.layouts import LAST

@@ -1,15 +1,17 @@
 """Kernels that take the place of several calls, or of one call of torch's.
 
-Each kernel is one folder, whose files are named by what they do; a kernel has only
-those that it needs:
+Each kernel is one module, which finds the calls that compute the kernel, with a proof,
+tells where the kernel is allowed and faster, and puts it into the graph:
 
-    recognise.py   which calls of a graph compute the kernel, with a proof
-    condition.py   where the kernel is allowed and where it is faster
-    emit.py        puts the call of the kernel into the graph
-    function.py    the function that the graph then calls, where torch has none
+    chains.py        what torch has a kernel for, proved in proved.py
+    attention.py     attention that is written out
+    causal_mask.py   attention that needs no mask
+    rotary.py        rotary embeddings, in a graph with its casts
+    norms.py         norms and softmax of our own
 
-`table.py` has the names that `unfused=` takes, and one row for each kernel of torch's
-that a chain of calls may be.  The tests of a kernel are in `tests/kernels/<kernel>/`.
-`fuse.py` is the pass that runs before dtypes are chosen; the kernels that are put into
-a graph with its casts are passes of their own (`autoamp/pipeline/passes.py`).
+`functions/` has the functions that graphs then call, where torch has none.  `table.py`
+has the names that `unfused=` takes, and one row for each kernel of torch's that a chain
+of calls may be.  `fuse.py` is the pass that runs before dtypes are chosen; the kernels
+that are put into a graph with its casts are passes of their own
+(`autoamp/pipeline/passes.py`).
 """

@@ -1,8 +1,8 @@
 """The pass `kernels`: calls that together compute a kernel become one call of it.
 
-Each step puts one kind of kernel into the graph, and is the `emit.py` of the kernel's
-folder.  The steps run in this order: torch's softmax, for which a chain may stand, is
-the middle of attention; and attention that is one call can do without some masks.
+Each step puts one kind of kernel into the graph.  The steps run in this order: torch's
+softmax, for which a chain may stand, is the middle of attention; and attention that is
+one call can do without some masks.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.kernels.attention.condition import replaceable as replaceable_attention
-from autoamp.kernels.attention.emit import put_attention
-from autoamp.kernels.causal_mask.emit import without_masks
-from autoamp.kernels.causal_mask.recognise import ATTENTION
-from autoamp.kernels.chains.condition import replaceable as replaceable_chains
-from autoamp.kernels.chains.emit import put_kernels
-from autoamp.kernels.shared.condition import Allowed, in_regions
+from autoamp.kernels.attention import put_attention
+from autoamp.kernels.attention import replaceable as replaceable_attention
+from autoamp.kernels.causal_mask import ATTENTION, without_masks
+from autoamp.kernels.chains import put_kernels
+from autoamp.kernels.chains import replaceable as replaceable_chains
+from autoamp.kernels.match import Allowed, in_regions
 from autoamp.kernels.table import KERNEL_NAMES
 from autoamp.ops import drop_dead
 from autoamp.pass_options import PassOptions

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.kernels.shared.proof.algebra import Form
-from autoamp.kernels.shared.proof.elementary import (
+from autoamp.kernels.algebra import Form
+from autoamp.kernels.meaning import (
     erf,
     exp,
     log,

@@ -22,13 +22,11 @@ from autoamp import compat
 from autoamp.analyse.classify import classify
 from autoamp.analyse.facts import collect_facts
 from autoamp.check import changes
-from autoamp.kernels.attention.condition import leave_out
-from autoamp.kernels.attention_backward.condition import attention_at
-from autoamp.kernels.attention_backward.function import attention, traced_attention
-from autoamp.kernels.cpu_norms.condition import norm_at
+from autoamp.kernels.attention import attention_at, leave_out
+from autoamp.kernels.functions.attention import attention, traced_attention
 from autoamp.kernels.fuse import fuse
-from autoamp.kernels.rotary.emit import with_rotary
-from autoamp.kernels.softmax_backward.condition import softmax_at
+from autoamp.kernels.norms import norm_at, softmax_at
+from autoamp.kernels.rotary import with_rotary
 from autoamp.kernels.table import ATTENTION_BACKWARD, CHANNELS_LAST, ROTARY, TOGETHER
 from autoamp.pass_options import PassOptions
 from autoamp.pipeline.checks import Checks, differs_only

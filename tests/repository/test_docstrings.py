@@ -28,7 +28,7 @@ def examples() -> list[doctest.DocTest]:
     but=[
         "autoamp.api.convert",
         "autoamp.budget.budget.Budget",
-        "autoamp.kernels.cpu_norms.function.rms_norm",
+        "autoamp.kernels.functions.norms.rms_norm",
         "autoamp.questions.explain",
         "autoamp.trace.regions.Regions",
     ]

@@ -19,7 +19,7 @@ from autoamp.analyse.literals import literal_reason
 from autoamp.analyse.nodes import argument, named_arguments, tensors_of
 from autoamp.analyse.numbers import Known
 from autoamp.analyse.verdict import BACKWARD, Verdict
-from autoamp.kernels.cpu_norms.function import OWN_NORMS
+from autoamp.kernels.functions.norms import OWN_NORMS
 from autoamp.op_names import base_name
 from autoamp.ops import is_pointwise, is_view
 from autoamp.rules import family

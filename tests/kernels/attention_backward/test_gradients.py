@@ -19,9 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp.kernels.attention.function import WRITTEN_ATTENTION
-from autoamp.kernels.attention.function.scores import Kind
-from autoamp.kernels.attention_backward.function import LONG, attention
+from autoamp.kernels.functions.attention import LONG, WRITTEN_ATTENTION, Kind, attention
 from autoamp.place.devices import Device
 from tests.kernels.attention.test_attention import (
     HEADS,

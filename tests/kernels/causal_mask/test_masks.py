@@ -89,14 +89,25 @@ CAUSAL: dict[str, Mask] = {
         (columns(n) <= rows(n)) & (columns(n) > rows(n) - LENGTH)
     ),
     "counted": lambda n: counted(n)[None] <= counted(n)[:, None],
+    "taken from the end": lambda n: columns(n) <= torch.arange(n)[rows(n) - n],
 }
+
+FOR_KNOWN_SIZES = (
+    "packed",
+    "repeated",
+    "part of a larger one",
+    "from the middle of one",
+    "a window of all",
+    "counted",
+    "taken from the end",
+)
+"""Masks that are computed where sizes are numbers, and stay where one is symbolic."""
 
 OTHERS: dict[str, Mask] = {
     "packed, of two texts": packed_of_two,
     "repeated rows": lambda n: (columns(n) <= torch.arange(n // 2)[:, None]).repeat(
         n // (n // 2) + 1, 1
     )[:n],
-    "taken from the end": lambda n: columns(n) <= torch.arange(n)[rows(n) - n],
     "one zero": lambda n: torch.zeros(1, 1, 1, 1),
     "one column": lambda n: torch.ones(n, 1, dtype=torch.bool),
     "the first key alone": lambda n: (torch.arange(n) < 1)[None],
@@ -158,14 +169,6 @@ ROUNDED: dict[str, Mask] = {
     ),
 }
 """Masks of positions that some dtype rounds, or that wrap around in it."""
-
-HELD: dict[str, Mask] = {
-    "float32": starting(2**23, torch.float32),
-    "float16": starting(2**11 - LENGTH, torch.float16),
-    "bfloat16": starting(2**8 - LENGTH, torch.bfloat16),
-    "int8": starting(2**7 - LENGTH, torch.int8),
-}
-"""The largest of such positions, the first of any length, the others of `LENGTH`."""
 
 
 class Attending(nn.Module):
@@ -235,15 +238,12 @@ def test_so_it_is_for_lengths_that_change(name: str) -> None:
         assert error < 2**-6
     graphs = told_causal(ours)
     assert len(graphs) == 2
-    is_for_every_length = name in CAUSAL and name not in (
-        "a window of all",
-        "from the middle of one",  # no part is read that begins at a symbolic size
-    )
+    is_for_every_length = name in CAUSAL and name not in FOR_KNOWN_SIZES
     assert graphs == [name in CAUSAL, is_for_every_length]
 
 
-def kernels_and_errors(masks: dict[str, Mask]) -> tuple[int, dict[str, float]]:
-    """How many calls are told that they are causal, and the error of each mask's.
+def kernels_and_errors(masks: dict[str, Mask]) -> tuple[list[int], dict[str, float]]:
+    """The graphs of calls that are told that they are causal, and each mask's error.
 
     The masks are read by one graph for a known length, and by one for other lengths.
     """
@@ -256,22 +256,15 @@ def kernels_and_errors(masks: dict[str, Mask]) -> tuple[int, dict[str, float]]:
         for name, each, found in zip(masks, model, ours(x), strict=True):
             error = (found - each(x)).norm() / each(x).norm()
             errors[name] = max(errors[name], error.item())
-    told = [op for op in autoamp.report(ours).ops if op.kernel == CAUSAL_MASK]
-    return len(told), errors
+    ops = autoamp.report(ours).ops
+    return [op.graph for op in ops if op.kernel == CAUSAL_MASK], errors
 
 
 @pytest.mark.thorough
 def test_positions_that_a_dtype_cannot_hold_prove_nothing() -> None:
     told, errors = kernels_and_errors(ROUNDED)
     assert {name: e for name, e in errors.items() if not e < 2**-6} == {}
-    assert told == 0
-
-
-@pytest.mark.thorough
-def test_positions_that_a_dtype_just_holds_are_causal() -> None:
-    told, errors = kernels_and_errors(HELD)
-    assert {name: e for name, e in errors.items() if not e < 2**-6} == {}
-    assert told == len(HELD) + 1  # and float32 for each length
+    assert 1 not in told  # what a known length makes of them is computed
 
 
 @pytest.mark.thorough
@@ -281,7 +274,7 @@ def test_numbers_are_compared_in_the_dtype_that_a_kernel_reads() -> None:
         {"a tenth": lambda n: (torch.ones(n, n).triu(1) * 0.1) != 0.1}
     )
     assert errors["a tenth"] < 2**-6
-    assert told == 2
+    assert told == [0, 1]
 
 
 def test_a_mask_of_other_queries_than_keys() -> None:

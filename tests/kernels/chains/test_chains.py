@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import autoamp
-from autoamp.kernels.chains.chain import chains_in
-from autoamp.kernels.chains.recognise import recognised
+from autoamp.kernels.chains import chains_in
+from autoamp.kernels.proved import recognised
 from autoamp.kernels.table import (
     ATTENTION,
     ATTENTION_BACKWARD,

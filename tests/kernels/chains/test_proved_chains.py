@@ -18,11 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from autoamp.kernels.chains.chain import chains_in
-from autoamp.kernels.chains.recognise import Recognised, recognised
-from autoamp.kernels.shared.proof.algebra import Algebra, UnknownError
-from autoamp.kernels.shared.proof.elementary import exp, log, root, row_sum, tanh
-from autoamp.kernels.shared.proof.literals import read
+from autoamp.kernels.algebra import Algebra, UnknownError, read
+from autoamp.kernels.chains import chains_in
+from autoamp.kernels.meaning import exp, log, root, row_sum, tanh
+from autoamp.kernels.proved import Recognised, recognised
 from tests.kernels.chains.test_chains import SPELLINGS, WIDTH, tensors, traced
 
 SAMPLES = 400

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from autoamp.kernels.chains import functions
+from autoamp.kernels import proved as functions
 
 C = math.sqrt(2 / math.pi)
 
@@ -25,7 +25,7 @@ def of_input(result: Callable[[Tensor], Tensor], back: Callable[..., Tensor]) ->
 
 def kernel(pair: Pair) -> str:
     """The kernel for the graphs that Dynamo would make of a Function, or ""."""
-    found = functions._recognised(*map(fx.symbolic_trace, pair))
+    found = functions._function_recognised(*map(fx.symbolic_trace, pair))
     return found.kernel.name if found else ""
 
 
@@ -163,7 +163,7 @@ def test_a_number_that_was_kept_wrongly_is_found() -> None:
 def test_numbers_are_a_second_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a proof they still refuse a backward that is another one in sum."""
     silu = next(k for k in functions.KERNELS if k.name == "silu")
-    monkeypatch.setattr(functions, "_proved", lambda *bodies: silu)
+    monkeypatch.setattr(functions, "_function_proved", lambda *bodies: silu)
     for name in ("normalises", "squares", "averages", "limits", "is 1 % larger"):
         assert kernel(of_input(swish, HOSTILE[name])) == ""
     assert kernel(KNOWN["swish"][1]) == "silu"

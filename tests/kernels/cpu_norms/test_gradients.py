@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autoamp.kernels.cpu_norms.function import layer_norm, rms_norm
+from autoamp.kernels.functions.norms import layer_norm, rms_norm
 
 SEEDS = 16
 ROUNDING = {torch.bfloat16: 1e-3, torch.float16: 1.5e-4}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autoamp
-from autoamp.kernels.cpu_norms.function import rms_norm
+from autoamp.kernels.functions.norms import rms_norm
 from tests.kernels.chains.test_chains import WIDTH, X, converted, stepped
 from tests.metrics import relative_error
 from tests.small_models import Of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autoamp
-from autoamp.kernels.rotary.function import rotary
+from autoamp.kernels.functions.rotary import rotary
 from tests.metrics import relative_error
 from tests.small_models import converted
 from tests.spelled.activations import halves, pairs

@@ -1,9 +1,19 @@
-"""Finds rotary position embeddings that are written out in a graph with its casts."""
+"""Puts one call in the place of each rotary position embedding that is written out.
+
+A graph goes in that has its casts and is ready to run.  The chain
+
+    slice_1 = x[..., :8];  slice_2 = x[..., 8:]
+    add = x * cos + cat(-slice_2, slice_1) * sin;  add_bf16 = _to_copy(add, bf16)
+
+becomes `add = rotary(x, cos, sin, bf16, -1, False)`, which computes in fp32 inside.
+Compilers get the chain: they make one kernel of it by themselves.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,12 +21,93 @@ import torch
 from torch import Tensor, fx
 
 from autoamp import compat
+from autoamp.analyse.nodes import KERNEL, ForChain, argument
 from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
-from autoamp.kernels.rotary.function import rotary
-from autoamp.kernels.rotary.halves import EXCHANGES, acts_in_rows, exchanged
-from autoamp.kernels.shared.calls import layout_of, sizes_of
+from autoamp.kernels.functions.rotary import rotary
+from autoamp.kernels.match import layout_of, sizes_of
+from autoamp.kernels.table import ROTARY
 from autoamp.ops import has_effect
+from autoamp.rewrite.copied import edited
 from autoamp.rewrite.emitted import CAST_KIND
+
+_ATEN = torch.ops.aten
+
+EXCHANGES = frozenset(
+    {
+        _ATEN.cat.default,
+        _ATEN.chunk.default,
+        _ATEN.flatten.using_ints,
+        _ATEN.neg.default,
+        _ATEN.slice.Tensor,
+        _ATEN.split.Tensor,
+        _ATEN.stack.default,
+        _ATEN.unsqueeze.default,
+        operator.getitem,
+    }
+)
+"""The calls that may exchange the halves of a row.
+
+Where they act within rows, with concrete numbers, they do the same to each row of a
+tensor of any shape, so that a trial on rows of different numbers is a proof."""
+
+_DIMENSIONS: Mapping[Any, tuple[str, int]] = {
+    _ATEN.cat.default: ("dim", 0),
+    _ATEN.chunk.default: ("dim", 0),
+    _ATEN.flatten.using_ints: ("start_dim", 0),
+    _ATEN.slice.Tensor: ("dim", 0),
+    _ATEN.split.Tensor: ("dim", 0),
+    _ATEN.stack.default: ("dim", 1),
+    _ATEN.unsqueeze.default: ("dim", 1),
+}
+"""The argument that names the first dimension a call acts on; dimensions it adds."""
+
+
+def acts_in_rows(node: fx.Node, data: fx.Node) -> bool:
+    """Whether a call leaves alone all dimensions of `data` but the last."""
+    if node.target not in _DIMENSIONS:
+        return True  # `neg`, and the choice of a piece
+    name, added = _DIMENSIONS[node.target]
+    first = argument(node, name, 0)
+    rank = node.all_input_nodes[0].meta["val"].dim() + added
+    return bool(first % rank >= data.meta["val"].dim() - 1)
+
+
+def exchanged(calls: Sequence[fx.Node], data: fx.Node) -> tuple[int, bool] | None:
+    """The sign and the kind of an exchange of halves; None if the calls do another.
+
+    The calls run on rows of numbers that are all different.
+    """
+    value = data.meta["val"]
+    shape = (*range(2, value.dim() + 1), value.shape[-1])
+    with compat.on_real_numbers():
+        end = 1.0 + torch.Size(shape).numel()
+        rows = torch.arange(1.0, end, dtype=torch.float64, device="cpu")
+        rows = rows.view(shape)
+        values: dict[fx.Node, Any] = {data: rows}
+        try:
+            for node in calls:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                assert callable(node.target)
+                values[node] = node.target(*args, **kwargs)
+        except (RuntimeError, IndexError, TypeError):
+            return None  # the calls cannot be run on rows of another number
+        made = values[calls[-1]]
+        for pairs in (False, True):
+            for sign in (-1, 1):
+                if made.shape == rows.shape and made.equal(_other(rows, sign, pairs)):
+                    return sign, pairs
+    return None
+
+
+def _other(rows: Tensor, sign: int, pairs: bool) -> Tensor:
+    """The exchanged halves by `rotary`'s own account: data times 0 and `other` times 1.
+
+    The dtype keeps whole numbers apart, of which there are less than 2 ** 24.
+    """
+    zero = torch.zeros(rows.shape[-1], dtype=HIGH_DTYPE, device="cpu")
+    one = torch.ones_like(zero)
+    return rotary(rows.float(), zero, one, HIGH_DTYPE, sign, pairs).double()
+
 
 _ATEN = torch.ops.aten
 _SIGNS: Mapping[Any, int] = {_ATEN.add.Tensor: 1, _ATEN.sub.Tensor: -1}
@@ -196,3 +287,39 @@ def _only_cast(end: fx.Node) -> fx.Node | None:
         return None
     plain = reader.target is _ATEN._to_copy.default and [*reader.kwargs] == ["dtype"]
     return reader if plain and reader.meta["val"].dtype != HIGH_DTYPE else None
+
+
+def with_rotary(gm: fx.GraphModule, left: Collection[str] = ()) -> fx.GraphModule:
+    """`gm` with one call for each rotary embedding; `gm` itself where there is none.
+
+    Args:
+        left: names of nodes; an embedding that has one of them stays as it is.
+    """
+
+    def found(graph: fx.Graph) -> list[Embedding]:
+        return [
+            each
+            for each in embeddings(graph)
+            if not any(n.name in left for n in (each.result, *each.inside))
+        ]
+
+    def edit(graph: fx.Graph) -> None:
+        for embedding in found(graph):
+            _replace(embedding)
+
+    return edited(gm, edit, finds=found)
+
+
+def _replace(found: Embedding) -> None:
+    node = found.result
+    dtype = found.made.dtype
+    if found.cast is not None:
+        found.cast.replace_all_uses_with(node)
+        node.meta = {**node.meta, "val": found.cast.meta["val"]}
+        node.graph.erase_node(found.cast)
+    node.target, node.kwargs = rotary, {}
+    given = found.data, found.cosine, found.sine
+    node.args = *given, dtype, found.sign, found.pairs, found.contiguous
+    node.meta[KERNEL] = ForChain(ROTARY, 1 + len(found.inside), widens=False)
+    for each in reversed(found.inside):
+        node.graph.erase_node(each)

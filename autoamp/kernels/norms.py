@@ -1,4 +1,4 @@
-"""Where a norm of our own is called: on CPUs, where torch's is slow or not true."""
+"""Where a norm or a softmax of our own is called, since torch's is slow or not true."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autoamp.analyse.nodes import KERNEL
 from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
-from autoamp.kernels.cpu_norms.function import OWN_NORMS
+from autoamp.kernels.functions.norms import OWN_NORMS, softmax
 
 _ATEN = torch.ops.aten
 
@@ -35,3 +36,20 @@ def own_norm(node: fx.Node, dtype: torch.dtype, device: torch.device) -> Any:
     else:
         takes_it = is_low
     return OWN_NORMS[node.target] if takes_it else node.target
+
+
+_SOFTMAX = torch.ops.aten.softmax.int
+
+
+def softmax_at(node: fx.Node) -> Any:
+    """The function to call at a node: ours for a low softmax that stands for a chain.
+
+    A softmax that the model calls itself is torch's, as it is under autocast.
+
+    Returns:
+        The node's own target everywhere else.
+    """
+    if node.target is not _SOFTMAX or node.meta.get(KERNEL) is None:
+        return node.target
+    is_low = node.meta["val"].dtype in LOW_DTYPES.values()
+    return softmax if is_low else node.target

@@ -1,1 +1,0 @@
-"""Attention that is written out becomes one call of `autoamp::attention`, on CPUs."""

@@ -1,1 +1,0 @@
-"""Attention whose mask is the causal one, or hides no key, needs no mask."""

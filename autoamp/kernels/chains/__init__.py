@@ -1,1 +1,0 @@
-"""Chains of calls that torch has one kernel for: one row each of `kernels/table.py`."""

@@ -1,0 +1,717 @@
+"""Attention on CPUs with a backward in fp32: written out, or torch's own call of it.
+
+Attention that was written out becomes one op, `autoamp::attention`, which keeps the
+steps that the model wrote between the product and the softmax: a step multiplies the
+scores, adds numbers to them, or fills some of them; a fill stays a fill, and what is
+added stays in fp32.  `attention` is `scaled_dot_product_attention` as a model calls it.
+
+The backward of torch 2.13's kernel (`cpu_flash_attention_backward` of
+`aten/src/ATen/native/cpu/FlashAttentionKernel.cpp`) is not as true as the calls that
+the kernel stands for:
+
+- It makes the weights of a query again as `exp(score - logsumexp)` from scores that it
+  has computed anew.  Where scores are large, the two differ by some units in the last
+  place of fp32, which is a factor of the weights: these no longer add up to 1, and the
+  gradient of the values was 9e5 times as large as it should be for data of 1e4.
+- It takes `sum(g * y)` of the result `y`, rounded to 16 bits, for the average that the
+  weights give, so that the gradients of all scores of a query have an error in common.
+- In 16 bits, it sums gradients of keys and values over blocks of queries in 16 bits.
+
+The backward here makes the weights by a softmax, and their average of themselves.  It
+works on some heads and some queries at a time, so that a block stays in the caches.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoamp import compat
+from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
+
+
+class Kind(IntEnum):
+    """What a step does, as a number that an op can take."""
+
+    SCALE = 0
+    """Multiplies by `number`, which is above 0."""
+    ADD = 1
+    """Adds `tensor`."""
+    FILL = 2
+    """Puts `number` where `tensor`, of bools, is True."""
+    KEEP = 3
+    """Puts `number` where `tensor`, of bools, is False."""
+    CAUSAL = 4
+    """Puts `number` where the key comes after the query."""
+
+
+WITH_TENSOR = frozenset({Kind.ADD, Kind.FILL, Kind.KEEP})
+FILLS = frozenset({Kind.FILL, Kind.KEEP, Kind.CAUSAL})
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        kind: the kind of change.
+        number: the factor, or the number that is filled in.
+        tensor: broadcasts to (batch, heads, queries, keys), with four dimensions.
+    """
+
+    kind: Kind
+    number: float = 0.0
+    tensor: Tensor | None = None
+
+    def hidden_of(self, scores: Tensor, first: int = 0) -> Tensor:
+        """Where a fill puts its number in `scores`, whose first query is `first`."""
+        if self.kind is Kind.CAUSAL:
+            return later_keys(scores.shape[-2], scores.shape[-1], first, scores)
+        assert self.tensor is not None
+        return self.tensor if self.kind is Kind.FILL else self.tensor.logical_not()
+
+    def part(self, batches: slice, heads: slice, queries: slice, keys: slice) -> Step:
+        """The step for a part of the scores."""
+        if self.tensor is None:
+            return self
+        parts = (batches, heads, queries, keys)
+        sizes = self.tensor.shape
+        own = tuple(
+            p if n > 1 else slice(None) for p, n in zip(parts, sizes, strict=True)
+        )
+        return Step(self.kind, self.number, self.tensor[own])
+
+
+def steps_of(
+    tensors: Sequence[Tensor], kinds: Sequence[int], numbers: Sequence[float]
+) -> list[Step]:
+    """The steps that an op was given: a tensor for each kind in `WITH_TENSOR`."""
+    given = iter(tensors)
+    return [
+        Step(
+            Kind(kind),
+            number,
+            _with_four(next(given)) if kind in WITH_TENSOR else None,
+        )
+        for kind, number in zip(kinds, numbers, strict=True)
+    ]
+
+
+def _with_four(tensor: Tensor) -> Tensor:
+    more = 4 - tensor.dim()
+    return tensor.view(*[1] * more, *tensor.shape) if more else tensor
+
+
+def later_keys(queries: int, keys: int, first: int, like: Tensor) -> Tensor:
+    """Where a key comes after the query, for queries from number `first` on."""
+    ones = torch.ones(queries, keys, dtype=torch.bool, device=like.device)
+    return ones.triu_(first + 1)
+
+
+def stepped(scores: Tensor, steps: Sequence[Step], first: int = 0) -> Tensor:
+    """The scores after all steps, each a tensor of its own, differentiable.
+
+    Args:
+        scores: (batch, heads, queries, keys).
+        steps: in the order in which they were written.
+        first: the number of the first of these queries.
+    """
+    for step in steps:
+        if step.kind is Kind.SCALE:
+            scores = scores * step.number
+        elif step.kind is Kind.ADD:
+            scores = scores + step.tensor  # type: ignore[operator]
+        else:
+            scores = scores.masked_fill(step.hidden_of(scores, first), step.number)
+    return scores
+
+
+def stepped_(scores: Tensor, steps: Sequence[Step], first: int = 0) -> Tensor:
+    """As `stepped`, in place."""
+    for step in steps:
+        if step.kind is Kind.SCALE:
+            scores.mul_(step.number)
+        elif step.kind is Kind.ADD:
+            scores.add_(step.tensor)  # type: ignore[arg-type]
+        else:
+            scores.masked_fill_(step.hidden_of(scores, first), step.number)
+    return scores
+
+
+def leading_scale(steps: Sequence[Step]) -> tuple[float, Sequence[Step]]:
+    """The factor by which the first steps multiply, and the other steps."""
+    scale = 1.0
+    for at, step in enumerate(steps):
+        if step.kind is not Kind.SCALE:
+            return scale, steps[at:]
+        scale *= step.number
+    return scale, ()
+
+
+def hides_later_keys_alone(steps: Sequence[Step]) -> bool:
+    """Whether steps do no more than multiply, and hide later keys by an infinity."""
+    fills = [step for step in steps if step.kind is not Kind.SCALE]
+    return bool(fills) and all(
+        step.kind is Kind.CAUSAL and step.number == -torch.inf for step in fills
+    )
+
+
+def stepped_back_(slopes: Tensor, steps: Sequence[Step], first: int = 0) -> Tensor:
+    """The gradient before all steps from the gradient after them, in place.
+
+    No gradient flows to scores that were filled in, and no NaN of a query that sees no
+    key.
+    If later keys alone are hidden, each query sees one, and the others have no weight.
+    """
+    if hides_later_keys_alone(steps):
+        steps = [step for step in steps if step.kind is Kind.SCALE]
+    for step in reversed(steps):
+        if step.kind is Kind.SCALE:
+            slopes.mul_(step.number)
+        elif step.kind is not Kind.ADD:
+            slopes.masked_fill_(step.hidden_of(slopes, first), 0.0)
+    return slopes
+
+
+@dataclass(frozen=True)
+class KernelScores:
+    """Steps as torch's kernel takes them: `scores * scale + mask`.
+
+    Attributes:
+        scale: the factor of the scores.
+        mask: numbers to add, in fp32 or in the dtype of the query, minus infinity where
+            something is filled in; None for nothing.
+        is_causal: whether later keys are hidden besides.
+        filled: the largest number that filled scores end as; minus infinity for none.
+    """
+
+    scale: float
+    mask: Tensor | None
+    is_causal: bool
+    filled: float
+
+
+def for_kernel(steps: Sequence[Step], query: Tensor, keys: int) -> KernelScores:
+    """The steps as torch's kernel takes them, where filled scores are out of sight.
+
+    Args:
+        query: (batch, heads, queries, width).
+        keys: the number of keys.
+    """
+    only_causal = all(step.kind in (Kind.SCALE, Kind.CAUSAL) for step in steps)
+    scale, filled = 1.0, -torch.inf
+    mask: Tensor | None = None
+    for step in steps:
+        if step.kind is Kind.SCALE:
+            scale, filled = scale * step.number, filled * step.number
+            mask = None if mask is None else mask * step.number
+        elif step.kind is Kind.ADD:
+            assert step.tensor is not None
+            mask = step.tensor if mask is None else mask + step.tensor
+            if filled > -torch.inf:
+                filled += float(step.tensor.max())
+        else:
+            filled = max(filled, step.number)
+            if not only_causal:
+                mask = _hiding(mask, step, query, keys)
+    if mask is not None and mask.dtype != query.dtype:
+        mask = mask.to(HIGH_DTYPE)
+    causal = only_causal and any(step.kind is Kind.CAUSAL for step in steps)
+    return KernelScores(scale, mask, causal, filled)
+
+
+def _hiding(mask: Tensor | None, step: Step, query: Tensor, keys: int) -> Tensor:
+    """`mask` with minus infinity where a step fills in its number."""
+    if step.kind is Kind.CAUSAL:
+        hidden = later_keys(query.shape[-2], keys, 0, query)[None, None]
+    else:
+        hidden = step.hidden_of(query)
+    if mask is None:
+        mask = torch.zeros((), dtype=query.dtype, device=query.device)
+    return torch.where(hidden, -torch.inf, mask)
+
+
+def written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    steps: Sequence[Step],
+    *,
+    safe: bool = False,
+) -> Tensor:
+    """Attention in fp32 by torch's plain ops, which can be differentiated at will.
+
+    Args:
+        query, key, value: (batch, heads, queries or keys, width).
+        steps: the changes of the scores.
+        safe: whether a query that sees no key has weights of 0, and not NaN.
+    """
+    query, key, value = (t.to(HIGH_DTYPE) for t in (query, key, value))
+    scores = stepped(query @ key.mT, steps)
+    weights = compat.safe_softmax(scores) if safe else scores.softmax(-1)
+    return weights @ value
+
+
+_KERNELS = compat.cpu_attention()
+
+_CACHE = 2 * 2**20
+"""Bytes of fp32 operands, scores and results that one thread works on at a time, so
+that these stay in the cache of its core."""
+
+_FEWEST = 64
+"""The fewest queries of a part: products of fewer rows are slow."""
+
+_STAIRS = 4
+"""Parts that the queries of causal attention are cut into, each with fewer keys."""
+
+_VANISHED = 104.0
+"""In fp32 `exp(-x)` is 0 from here on: the smallest number is exp(-103.28)."""
+
+
+def _forward(  # noqa: PLR0917 - as its schema
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tensors: Sequence[Tensor],
+    kinds: Sequence[int],
+    numbers: Sequence[float],
+) -> Tensor:
+    """Attention as it was written: by the kernel where the kernel computes just that.
+
+    The kernel hides the scores that the model fills with a number.  The result is the
+    same if in every row the filled scores are so far below the others that their weight
+    is 0 in fp32; the kernel's own logarithms of the sums tell whether they are.
+    """
+    assert _KERNELS is not None
+    steps = steps_of(tensors, kinds, numbers)
+    given = for_kernel(steps, query, key.shape[2])
+    rows = [t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value)]
+    result, sums = _KERNELS[0](
+        *rows, 0.0, given.is_causal, attn_mask=given.mask, scale=given.scale
+    )
+    made = torch.empty_like(query)
+    if _computes_as_written(given, sums, key.shape[2]):
+        # A dimension of size 1 may have another stride than `_like_query` promised.
+        same = result.stride() == made.stride()
+        return result if same else made.copy_(result)
+    for part in _parts(query, key, value, steps):
+        part.of(made).copy_(part.weights() @ part.value)
+    return made
+
+
+def _computes_as_written(given: KernelScores, sums: Tensor, keys: int) -> bool:
+    """Whether the kernel's result, with these logarithms of sums, is as written."""
+    if given.mask is not None:
+        # The kernel gives 0 for a query that sees nothing; as written that is NaN.
+        sees = given.mask.amax(-1) > -torch.inf
+        if not bool(sees.all()):
+            return False
+    if given.filled == -torch.inf:
+        return True
+    return bool((sums >= given.filled + _VANISHED + math.log(keys)).all())
+
+
+def _backward(  # noqa: PLR0917 - as its schema
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tensors: Sequence[Tensor],
+    kinds: Sequence[int],
+    numbers: Sequence[float],
+    safe: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value.
+
+    Args:
+        safe: whether a query that sees no key has weights of 0, and not NaN.
+    """
+    steps = steps_of(tensors, kinds, numbers)
+    of_query, of_key, of_value = (torch.empty_like(t) for t in (query, key, value))
+    sums: tuple[Tensor, Tensor] | None = None
+    for part in _parts(query, key, value, steps):
+        slopes = _wide(part.of(grad))
+        weights = part.weights(safe=safe)
+        found = compat.softmax_gradient(slopes @ part.value.mT, weights)
+        stepped_back_(found, part.steps, part.first)
+        torch.mul(found @ part.key, part.scale, out=part.of(of_query))
+        some = found.mT @ part.query, weights.mT @ slopes
+        if part.is_last:  # it sees all keys
+            for whole, total, own in zip(
+                (of_key, of_value), sums or some, some, strict=True
+            ):
+                whole[part.heads].copy_(own if sums is None else total.add_(own))
+            sums = None
+        elif sums is None:
+            sums = tuple(_with_room(own, key.shape[2]) for own in some)  # type: ignore[assignment]
+        else:
+            for total, own in zip(sums, some, strict=True):
+                total[:, :, : own.shape[2]].add_(own)
+    return of_query, of_key, of_value
+
+
+def _with_room(some: Tensor, keys: int) -> Tensor:
+    """Sums for the first keys, and zeros for the others."""
+    missing = keys - some.shape[2]
+    return torch.nn.functional.pad(some, (0, 0, 0, missing)) if missing else some
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some heads, and some of their queries, in fp32.
+
+    Attributes:
+        heads: the batches and heads.
+        first, last: the numbers of the first query and of the one after the last.
+        is_last: whether these are the last queries of their heads.
+        scale: the factor that `query` has been multiplied by.
+        query: (batches, heads, queries, width).
+        key, value: (batches, heads, keys, width), of the keys that any query sees.
+        steps: the other steps of these scores.
+    """
+
+    heads: tuple[slice, slice]
+    first: int
+    last: int
+    is_last: bool
+    scale: float
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    steps: list[Step]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The part of a tensor that has a row for each query."""
+        return whole[(*self.heads, slice(self.first, self.last))]
+
+    def weights(self, *, safe: bool = False) -> Tensor:
+        """The weights, (batches, heads, queries, keys)."""
+        scores = stepped_(self.query @ self.key.mT, self.steps, self.first)
+        return compat.safe_softmax(scores) if safe else scores.softmax(-1)
+
+
+def _parts(
+    query: Tensor, key: Tensor, value: Tensor, steps: Sequence[Step]
+) -> Iterator[_Part]:
+    """All of an attention, in parts that fit the caches together."""
+    scale, steps = leading_scale(steps)
+    queries, keys, width = query.shape[2], key.shape[2], query.shape[3]
+    is_causal = hides_later_keys_alone(steps)
+    rows = max(_FEWEST, -(-queries // _STAIRS)) if is_causal else queries
+    threads = torch.get_num_threads()
+    room = threads * _CACHE // (2 * HIGH_DTYPE.itemsize)
+    for heads in _some_heads(query, room // (width * (queries + keys) + rows * keys)):
+        wide = [_wide(t[heads]) for t in (query, key, value)]
+        wide[0] = wide[0] * scale
+        count = min(rows, max(_FEWEST, room // (keys * wide[0].shape[:2].numel())))
+        for first in range(0, queries, count):
+            last = min(first + count, queries)
+            is_last = last == queries
+            seen = slice(last if is_causal and not is_last else keys)
+            own = [s.part(*heads, slice(first, last), seen) for s in steps]
+            given = wide[0][:, :, first:last], wide[1][:, :, seen], wide[2][:, :, seen]
+            yield _Part(heads, first, last, is_last, scale, *given, own)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(HIGH_DTYPE, memory_format=torch.contiguous_format)
+
+
+def _some_heads(query: Tensor, count: int) -> Iterator[tuple[slice, slice]]:
+    """All batches and heads, `count` heads at a time, or one for each thread."""
+    batch, heads = query.shape[:2]
+    count = max(count, torch.get_num_threads())
+    if count >= heads:
+        step = count // heads
+        for b in range(0, batch, step):
+            yield slice(b, b + step), slice(None)
+        return
+    for b in range(batch):
+        for h in range(0, heads, count):
+            yield slice(b, b + 1), slice(h, h + count)
+
+
+def _like_query(query: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(query)
+
+
+def _like_operands(
+    _: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+_LIBRARY = torch.library.Library("autoamp", "FRAGMENT")
+"""Held here, since a library takes its ops away where nobody holds it."""
+
+
+def _op(name: str, schema: str, kernels: Mapping[str, Callable[..., Any]]) -> Any:
+    """An op, one kernel to profilers and dispatch modes; from an earlier import or new.
+
+    Args:
+        kernels: by their dispatch keys.
+    """
+    if not hasattr(torch.ops.autoamp, name):
+        _LIBRARY.define(name + schema)
+        for key, kernel in kernels.items():
+            _LIBRARY.impl(name, kernel, key)
+    return getattr(torch.ops.autoamp, name).default
+
+
+_TAKES = (
+    "Tensor query, Tensor key, Tensor value, Tensor[] tensors, int[] kinds, "
+    "float[] numbers"
+)
+FORWARD = _op(
+    "attention_forward",
+    f"({_TAKES}) -> Tensor",
+    {"CPU": _forward, "Meta": _like_query},
+)
+BACKWARD = _op(
+    "attention_backward",
+    f"(Tensor grad, {_TAKES}, bool safe) -> (Tensor, Tensor, Tensor)",
+    {"CPU": _backward, "Meta": _like_operands},
+)
+
+
+class _WrittenAttention(torch.autograd.Function):
+    """Attention that was written out, on a CPU."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kinds: Sequence[int],
+        numbers: Sequence[float],
+        *tensors: Tensor,
+    ) -> Tensor:
+        ctx.given = kinds, numbers
+        ctx.save_for_backward(query, key, value, *tensors)
+        return FORWARD(query, key, value, [*tensors], kinds, numbers)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients(ctx, grad, safe=False)
+
+
+def gradients(ctx: Any, grad: Tensor, *, safe: bool) -> tuple[Tensor | None, ...]:
+    """The backward of a Function of (query, key, value, kinds, numbers, *tensors).
+
+    Args:
+        ctx: has saved the tensors, and the kinds and numbers as `ctx.given`.
+        grad: the gradient of the result.
+        safe: whether a query that sees no key has weights of 0, and not NaN.
+    """
+    query, key, value, *tensors = ctx.saved_tensors
+    kinds, numbers = ctx.given
+    rest = (None,) * (2 + len(tensors))
+    if compat.needs_plain_ops(grad):
+        steps = steps_of(tensors, kinds, numbers)
+        again = functools.partial(written_out, steps=steps, safe=safe)
+        found = compat.gradients_by_torch(again, grad, (query, key, value))
+        return (*found, *rest)
+    given = (grad, query, key, value, tensors, kinds, numbers, safe)
+    return (*BACKWARD(*given), *rest)
+
+
+_apply_written = compat.direct_apply(_WrittenAttention)
+
+
+def as_written(  # noqa: PLR0917
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tensors: Sequence[Tensor],
+    kinds: Sequence[int],
+    numbers: Sequence[float],
+) -> Tensor:
+    """Attention that was written out, on a CPU.
+
+    Args:
+        query, key, value: (batch, heads, queries or keys, width), in one float dtype.
+        tensors, kinds, numbers: the steps of the scores (`scores.steps_of`).
+
+    Returns:
+        A tensor of the shape and dtype of `query`.
+    """
+    if compat.transforms_active():
+        steps = steps_of(tensors, kinds, numbers)
+        return written_out(query, key, value, steps).to(query.dtype)
+    if not _is_trained(query, key, value):
+        return FORWARD(query, key, value, [*tensors], kinds, numbers)  # type: ignore[no-any-return]
+    return _apply_written(query, key, value, kinds, numbers, *tensors)
+
+
+def _is_trained(*operands: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in operands)
+
+
+WRITTEN_ATTENTION = _op(
+    "attention", f"({_TAKES}) -> Tensor", {"CompositeImplicitAutograd": as_written}
+)
+"""`autoamp::attention`: attention that was written out (`as_written`), as one op, which
+graphs call and compilers trace into."""
+
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_NODE = "ScaledDotProductFlashAttentionForCpu"
+"""The name by which torch's graph of gradients calls the node of the kernel."""
+
+_LOW = frozenset(LOW_DTYPES.values())
+_PLAIN = (Tensor, torch.nn.Parameter, type(None))
+
+LONG = 768
+"""Queries from which on torch's kernel takes them in blocks of 256, and its backward in
+16 bits is the faster one."""
+
+
+class _Attention(torch.autograd.Function):
+    """Torch's kernel, the gradients of which are computed in fp32."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kinds: Sequence[int],
+        numbers: Sequence[float],
+        *tensors: Tensor,
+    ) -> Tensor:
+        assert _KERNELS is not None
+        given = for_kernel(steps_of(tensors, kinds, numbers), query, key.shape[2])
+        result, _ = _KERNELS[0](
+            *(query, key, value, 0.0, given.is_causal),
+            attn_mask=given.mask,
+            scale=given.scale,
+        )
+        ctx.given, ctx.masked = (kinds, numbers), bool(tensors)
+        ctx.save_for_backward(query, key, value, *tensors)
+        return result  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # A mask of the caller's may hide all keys from a query.  The saved tensors are
+        # read once: a checkpoint gives each only once.
+        return gradients(ctx, grad, safe=ctx.masked)
+
+
+_apply = compat.direct_apply(_Attention)
+
+
+def attention(  # noqa: PLR0917 - as torch's op
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`aten.scaled_dot_product_attention`, with a backward in fp32 on CPUs.
+
+    Args:
+        query: (batch, heads, queries, width), fp32, fp16 or bf16.
+        key, value: (batch, heads, keys, width), in the dtype of `query`.
+        attn_mask: bool, True where a key is seen, or numbers to add to the scores.
+        dropout_p: the probability with which a weight becomes 0.
+        is_causal: whether a query sees no later keys.
+        scale: the factor of the scores; by default one over the root of `width`.
+        enable_gqa: whether key and value may have fewer heads than `query`.
+
+    Returns:
+        A tensor of the shape and dtype of `query`.
+
+    Example:
+        >>> q, k, v = torch.zeros(3, 1, 1, 2, 1).unbind()
+        >>> attention(q, k, v + torch.tensor([[1.0], [3.0]])).flatten()
+        tensor([2., 2.])
+    """
+    operands = query, key, value, attn_mask
+    if (
+        not (dropout_p or enable_gqa)
+        and _fits(*operands)
+        and all(type(t) in _PLAIN for t in operands)
+        and not compat.transforms_active()
+        and compat.runs_one_kernel(*operands, 0.0, is_causal, scale=scale)
+    ):
+        return _with_fp32_backward(*operands, is_causal, scale)
+    return _ATTENTION(  # type: ignore[no-any-return]
+        *operands, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def traced_attention(  # noqa: PLR0917 - as torch's op
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """As `attention`, in a form AOT autograd traces.
+
+    Torch's own attention is called in any case, as its kernel shows in the node that
+    the call records; a compiler drops the call where nobody reads its result.
+    """
+    operands = query, key, value, attn_mask
+    result: Tensor = _ATTENTION(
+        *operands, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    node = result.grad_fn
+    runs_kernel = node is not None and node.name().startswith(_NODE)
+    if dropout_p or enable_gqa or not runs_kernel or not _fits(*operands):
+        return result
+    return _with_fp32_backward(*operands, is_causal, scale)
+
+
+def _with_fp32_backward(  # noqa: PLR0917
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Attention by torch's kernel: what that does to its scores, as steps."""
+    kinds: list[int] = [Kind.SCALE]
+    numbers = [query.shape[-1] ** -0.5 if scale is None else scale]
+    if mask is not None:
+        kinds.append(Kind.KEEP if mask.dtype == torch.bool else Kind.ADD)
+        numbers.append(-torch.inf)
+    if is_causal:
+        kinds.append(Kind.CAUSAL)
+        numbers.append(-torch.inf)
+    tensors = [] if mask is None else [mask]
+    return _apply(query, key, value, kinds, numbers, *tensors)
+
+
+def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether the backward in fp32 computes this attention's gradients, and faster.
+
+    Torch's own is taken where no gradient is recorded, on other devices, in fp32, and
+    for `LONG` queries and more.
+    """
+    return (
+        _KERNELS is not None
+        and query.dtype in _LOW
+        and query.is_cpu
+        and query.dim() == 4
+        and query.shape[2] < LONG
+        and query.numel() > 0
+        and _is_trained(query, key, value)
+        and (mask is None or (not mask.requires_grad and mask.dim() in (2, 4)))
+    )

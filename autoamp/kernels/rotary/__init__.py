@@ -1,1 +1,0 @@
-"""A rotary position embedding that is written out becomes one call."""

@@ -1,1 +1,0 @@
-"""Code that several kernels share: algebra, positions, constants, conditions."""

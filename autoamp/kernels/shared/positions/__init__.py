@@ -1,1 +1,0 @@
-"""What tensors made of sizes and numbers hold at each of their positions."""

@@ -1,1 +1,0 @@
-"""Proves that a chain of calls is a kernel: by algebra that holds for all numbers."""

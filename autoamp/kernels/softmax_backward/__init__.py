@@ -1,1 +1,0 @@
-"""A softmax that stands for a chain gets gradients as true as the chain's."""
