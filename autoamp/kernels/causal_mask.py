@@ -199,8 +199,10 @@ _SMALL, _APART, _MOST_NUMBERS, _MOST_DIMENSIONS = 67, 4, 15, 4
 _EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
 """The dtypes that hold all positions, and so round none."""
 
-_FILLED = ("ones", "zeros", "full", "scalar_tensor")
-_FILLED += ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
+_FILLED = (
+    *("ones", "zeros", "full", "scalar_tensor", "new_ones", "new_zeros", "new_full"),
+    *("ones_like", "zeros_like", "full_like"),
+)
 _SAME = ("to", "_to_copy", "type_as", "clone", "contiguous", "detach", "alias")
 _SHOWN = ("expand", "expand_as", "permute", "transpose", "t")
 _RESIZED = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze")
@@ -323,7 +325,9 @@ class _SmallMask:
             return first if exact else self._unknown()
         if name not in (*_COMPARED, *_CALCULATED) or argument(node, "alpha", 1) != 1:
             raise _UnknownError
-        operands = [self._values.get(a, a) for a in node.args]  # type: ignore[arg-type]
+        operands: list[Any] = [
+            self._values[a] if isinstance(a, fx.Node) else a for a in node.args
+        ]
         if len(operands) == 2:
             dtype = torch.result_type(*operands)  # in which the kernel compares
         else:
