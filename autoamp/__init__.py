@@ -12,9 +12,9 @@ from autoamp.api import (
     revert,
     rewrite,
 )
-from autoamp.ask.comparison import Comparison
+from autoamp.ask.compare import Comparison
+from autoamp.ask.find_overflow import Overflow
 from autoamp.ask.monitor import Monitor
-from autoamp.ask.overflow import Overflow
 from autoamp.auto.switch import disable, enable
 from autoamp.benchmark.result import Bench
 from autoamp.budget.budget import Budget

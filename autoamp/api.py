@@ -18,9 +18,9 @@ from autoamp.budget.convert import with_budget
 from autoamp.capture.keep import fits, unfitting
 from autoamp.dtypes import parse_low_dtype
 from autoamp.errors import OptionError, UnsupportedModelError
-from autoamp.exported.captured import Call
 from autoamp.exported.export import export_model
 from autoamp.exported.files import load as load_file
+from autoamp.exported.program import Call
 from autoamp.inspect.report import Report
 from autoamp.messages import log_once
 from autoamp.model.conversion import conversion_of

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoamp.ask.compare import compare_model
-from autoamp.ask.comparison import Comparison
+from autoamp.ask.compare import Comparison, compare_model
 from autoamp.ask.examine import options_for, refuse_options
 from autoamp.ask.explain import explain_model
-from autoamp.ask.find_overflow import find_overflow_model
-from autoamp.ask.overflow import Overflow
+from autoamp.ask.find_overflow import Overflow, find_overflow_model
 from autoamp.benchmark.ask import bench_model
 from autoamp.benchmark.result import Bench
 from autoamp.benchmark.step.ways import KINDS

@@ -3,33 +3,273 @@
 A stand-in of the model is called twice on the same inputs with the same random numbers:
 its graphs run once in fp32 and once as rewritten, node by node, with the real rounding.
 Then each region (the low ops of one module) is put back into fp32 by itself, to see by
-how much the error falls.
+how much the error falls.  The rewrite keeps the names of nodes, so that the values of
+both runs have the same keys.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
 
 from autoamp import compat
-from autoamp.ask.comparison import Comparison, Errors, RegionError
-from autoamp.ask.examine import checked_model, examined, on_the_models_device
-from autoamp.ask.lockstep import Key, Score
-from autoamp.ask.outcome import Heard, errors_of, node_errors, relative_error
+from autoamp.ask.examine import (
+    before_rewrite,
+    checked_model,
+    examined,
+    on_the_models_device,
+)
 from autoamp.ask.progress import told
-from autoamp.ask.stand_in import Call, LossFn
-from autoamp.ask.trials import Trials
+from autoamp.ask.stand_in import Call, Heard, LossFn, StandIn, relative_error
+from autoamp.dtypes import short_name
 from autoamp.errors import OptionError
+from autoamp.inspect.text import as_text, counted, op_title, plain_table, shorten
+from autoamp.messages import advice
 from autoamp.model.eligible import required_precision
 from autoamp.model.reporting import report_of
+from autoamp.node_by_node.held import Held
+from autoamp.node_by_node.observer import Observer
+from autoamp.node_by_node.runner import Runner
 from autoamp.options import Options
+from autoamp.pipeline.prepared import Prepared
 from autoamp.printable import class_name
+from autoamp.rewrite.emitted import stands_for
+from autoamp.rewrite.meshes import crossed, stands_in
+from autoamp.rewrite.rewritten import Rewritten
 from autoamp.saved.rows import OpRow
+
+LISTED = 10
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative errors against fp32: ||mixed - fp32|| / ||fp32||.
+
+    Attributes:
+        output: the error of the output's float tensors together.
+        gradients: the error of the gradients of all parameters together; 0 if the model
+            is in eval mode or has no gradients.
+    """
+
+    output: float
+    gradients: float
+
+    @property
+    def worst(self) -> float:
+        """The larger of the two; NaN and infinity are larger than any number."""
+        pair = (self.output, self.gradients)
+        return max(pair, key=lambda e: math.inf if math.isnan(e) else e)
+
+
+@dataclass(frozen=True)
+class NodeError:
+    """The error of one op.
+
+    Attributes:
+        graph, body, name: the op's node.
+        op, precision, module, source: as in `OpRow`.
+        error: the relative error of the result, including errors of its operands.
+        added: the relative error that the op itself adds: the error of its result on
+            exact operands, rounded to the dtype the op reads.  0 for an fp32 op, and
+            for an op that draws random numbers.
+        gradient: the relative error of the result's gradient; 0 if it has none.
+    """
+
+    graph: int
+    body: str
+    name: str
+    op: str
+    precision: str
+    module: str
+    source: str
+    error: float
+    added: float
+    gradient: float
+
+
+@dataclass(frozen=True)
+class RegionError:
+    """The low ops of one module, put back into fp32 by themselves.
+
+    Attributes:
+        module: the module's path; "" for ops of the model itself.
+        ops: how many low ops the module has.
+        errors: the errors of the model with these ops in fp32.
+        gives_back: by how much the worst error falls; below 0 where it rises.
+    """
+
+    module: str
+    ops: int
+    errors: Errors
+    gives_back: float
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """Mixed precision beside fp32 on one call and its backward.
+
+    `print(comparison)` shows it.
+
+    Attributes:
+        label: the model's class name.
+        precision: the compute dtype.
+        errors: the errors of the model as converted.
+        autocast: the errors under `torch.autocast` in the same dtype; None where
+            autocast raises on the model.
+        nodes: each float op; the op that adds most error comes first.
+        regions: each module with low ops; the module whose return to fp32 removes most
+            error comes first.
+        tolerance: the error asked for, or None.
+        keep: the modules to keep in fp32 for `tolerance`: a minimal set, from which no
+            module can be left out.  None if no set reaches the tolerance.
+        kept_errors: the errors of the model converted with `keep`; None if `keep` is
+            empty or None.
+    """
+
+    label: str
+    precision: torch.dtype
+    errors: Errors
+    autocast: Errors | None
+    nodes: Sequence[NodeError]
+    regions: Sequence[RegionError]
+    tolerance: float | None = None
+    keep: tuple[str, ...] | None = ()
+    kept_errors: Errors | None = None
+
+    def with_keep(
+        self,
+        keep: tuple[str, ...] | None,
+        tolerance: float,
+        errors: Errors | None = None,
+    ) -> Comparison:
+        """A copy with the set found for a tolerance, and the errors that remain."""
+        return replace(self, keep=keep, tolerance=tolerance, kept_errors=errors)
+
+    def to_rules(self, path: str | Path) -> Path:
+        """Writes `keep` as a rules file: `convert(model, rules=path)`.
+
+        Raises:
+            OptionError: no tolerance was given, or no set of modules reaches it.
+        """
+        if self.tolerance is None or self.keep is None:
+            raise OptionError(
+                "there are no modules to write: give compare() a tolerance that some "
+                "set of modules reaches"
+            )
+        lines = [
+            "[meta]",
+            f'description = "{self.label}: an error of at most {self.tolerance:g}"',
+            "",
+            "[keep]",
+            "modules = [",
+            *(f"    {json.dumps(name)}," for name in self.keep),
+            "]",
+        ]
+        target = Path(path)
+        target.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return target
+
+    def __str__(self) -> str:
+        return as_text([self])
+
+    def __repr__(self) -> str:
+        return (
+            f"<autoamp.Comparison of {self.label}: output error "
+            f"{self.errors.output:.2e}, gradient error {self.errors.gradients:.2e} in "
+            f"{short_name(self.precision)}>"
+        )
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> RenderResult:
+        low = short_name(self.precision)
+        title = f"autoamp compare: {self.label}, {low} against fp32"
+        yield Text(title, "bold")
+        table = plain_table("relative error of", numbers=("output", "gradients"))
+        table.add_row("autoamp", *_pair(self.errors))
+        if self.autocast is not None:
+            table.add_row("torch.autocast", *_pair(self.autocast))
+        else:
+            table.add_row("torch.autocast", "raises", "raises")
+        yield Padding(table, (1, 0, 0, 2))
+        yield from self._ops()
+        yield from self._modules()
+        yield from self._answer()
+
+    def _ops(self) -> Iterator[RenderableType]:
+        adding = [node for node in self.nodes if node.added][:LISTED]
+        if not adding:
+            return
+        yield Text("\nOps that add most error", "bold")
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        table.add_column("op", min_width=6, max_width=18, no_wrap=True)
+        table.add_column("module", max_width=30)
+        for name in ("adds", "has", "gradient"):
+            table.add_column(name, justify="right", min_width=8, no_wrap=True)
+        table.add_column("source", no_wrap=True, overflow="ellipsis", max_width=30)
+        for node in adding:
+            errors = (node.added, node.error, node.gradient)
+            cells = [f"{each:.1e}" for each in errors]
+            where = Text(_line_of(node.source))
+            table.add_row(op_title(node.op), Text(node.module), *cells, where)
+        yield Padding(table, (0, 0, 0, 2))
+
+    def _modules(self) -> Iterator[RenderableType]:
+        if not self.regions:
+            return
+        yield Text("\nModules that give most error back, kept in fp32", "bold")
+        names = ("low ops", "output", "gradients", "gives back")
+        table = plain_table("module", numbers=names)
+        for region in self.regions[:LISTED]:
+            back = f"{region.gives_back:+.1e}"
+            name = Text(region.module or "(the model itself)")
+            table.add_row(name, str(region.ops), *_pair(region.errors), back)
+        yield Padding(table, (0, 0, 0, 2))
+        if len(self.regions) > LISTED:
+            yield Text(f"  and {counted(len(self.regions) - LISTED, 'more module')}")
+
+    def _answer(self) -> Iterator[RenderableType]:
+        if self.tolerance is None:
+            return
+        wanted = f"\nFor an error of at most {self.tolerance:g}"
+        if self.keep is None:
+            yield Text(f"{wanted}: no set of modules kept in fp32 is enough.")
+        elif not self.keep:
+            yield Text(f"{wanted}: no module needs to be kept in fp32.")
+        else:
+            rule = advice("keep", [*self.keep], by_variables=False)
+            yield Text(f"{wanted}: {rule}; to_rules(path) or --to-rules writes it.")
+            if self.kept_errors is not None:
+                output, gradients = _pair(self.kept_errors)
+                yield Text(f"Errors with that: {output} output, {gradients} gradients.")
+
+
+def _pair(errors: Errors) -> tuple[str, str]:
+    return f"{errors.output:.2e}", f"{errors.gradients:.2e}"
+
+
+def _line_of(source: str) -> str:
+    """`file.py:12` of a source line, without the folder and the code."""
+    place = shorten(source).partition(": ")[0]
+    return place.rpartition("/")[2]
+
+
+# -- the question --------------------------------------------------------------------
 
 
 def compare_model(
@@ -57,11 +297,11 @@ def compare_model(
         fp32 = bench.trial(hears=True)
         bench.find_scale(lambda: bench.trial(fp32, hears=False))
         mixed = bench.trial(fp32, hears=True)
-        errors = errors_of(mixed, fp32)
+        errors = _errors_of(mixed, fp32)
         # The report includes graphs of branches that only the mixed run took.
         rows = report_of(engine.record).ops
         lows = _low_ops(rows)
-        nodes = node_errors(rows, fp32, mixed)
+        nodes = _node_errors(rows, fp32, mixed)
         del mixed
         fp32.values.clear()
         fp32.flows.clear()
@@ -78,12 +318,16 @@ def compare_model(
     return found.with_keep(keep, tolerance, bench.errors(keep, fp32))
 
 
-class _Bench(Trials):
-    """A stand-in whose calls run node by node, with every value noted."""
+class _Bench(StandIn):
+    """A stand-in whose calls run node by node."""
 
     def trial(
-        self, exact: Heard | None = None, keep: Collection[str] = (), *, hears: bool
-    ) -> Heard:
+        self,
+        exact: HeardNodes | None = None,
+        keep: Collection[str] = (),
+        *,
+        hears: bool,
+    ) -> HeardNodes:
         """One call and its backward, in fp32 or as rewritten.
 
         Args:
@@ -91,41 +335,36 @@ class _Bench(Trials):
             keep: modules that stay in fp32.
             hears: whether the values of nodes are kept.
         """
-        found = Heard()
-        scale = 1.0 if exact is None else self.scale
-
-        def hear(
-            key: Key, node: fx.Node, value: Tensor, rounded: Callable[..., Any]
-        ) -> None:
-            if not hears or key in found.values:
-                return
-            found.values[key] = value.detach().clone()
-            if exact is not None and value.dtype == self.engine.record.low:
-                found.added[key] = _added(node, key, rounded, exact)
-            if value.requires_grad:
-                compat.hook_gradient(
-                    value, functools.partial(_keep, found.flows, key, scale)
-                )
-
+        found = HeardNodes(exact=exact, scale=1.0 if exact is None else self.scale)
         own = self.engine.options
         options = own.replace(keep=(*own.keep, *keep)) if keep else own
-        record = functools.partial(self.record, options=options)
-        score = Score(exact is not None, hear, self.numbers, record)
-        self.engine.play = score.play
-        self.run(self.twin, found, scale)
+
+        def play(prepared: Prepared, args: tuple[Any, ...]) -> Any:
+            # A graph of a branch that no call took before gets the next number.
+            number = self.numbers.setdefault(prepared, len(self.numbers))
+            record = self.record(prepared, options)
+            gm = before_rewrite(record) if exact is None else record.gm
+            observers: list[Observer] = [Held()]
+            if hears:
+                observers.append(_Listener(found, record, number))
+            # Values are kept: the exact operands of an op are read from before casts.
+            return Runner(gm, observers, keep_values=True).run(*args)
+
+        self.engine.play = play
+        self.run(self.twin, found, found.scale)
         return found
 
-    def errors(self, keep: Collection[str], fp32: Heard) -> Errors:
+    def errors(self, keep: Collection[str], fp32: HeardNodes) -> Errors:
         """The errors with the modules `keep` in fp32."""
-        return errors_of(self.trial(fp32, keep, hears=False), fp32)
+        return _errors_of(self.trial(fp32, keep, hears=False), fp32)
 
-    def autocast(self, model: nn.Module, fp32: Heard) -> Errors | None:
+    def autocast(self, model: nn.Module, fp32: HeardNodes) -> Errors | None:
         """The errors under `torch.autocast`; None where it raises on this model."""
         found = self.under_autocast(model)
-        return None if found is None else errors_of(found, fp32)
+        return None if found is None else _errors_of(found, fp32)
 
     def regions(
-        self, lows: Mapping[str, int], fp32: Heard, errors: Errors
+        self, lows: Mapping[str, int], fp32: HeardNodes, errors: Errors
     ) -> list[RegionError]:
         """Each module put back into fp32 by itself; the largest gain comes first."""
         found = []
@@ -136,7 +375,7 @@ class _Bench(Trials):
         return sorted(found, key=lambda region: -region.gives_back)
 
     def smallest(
-        self, order: Sequence[str], fp32: Heard, tolerance: float
+        self, order: Sequence[str], fp32: HeardNodes, tolerance: float
     ) -> tuple[str, ...] | None:
         """A minimal set of modules in fp32 whose error is within `tolerance`.
 
@@ -165,24 +404,6 @@ class _Bench(Trials):
         return tuple(chosen)
 
 
-def _added(node: fx.Node, key: Key, rounded: Callable[..., Any], exact: Heard) -> float:
-    """The error of a low op's result on exact operands."""
-    target = node.target
-    draws = isinstance(target, compat.OpOverload) and (
-        torch.Tag.nondeterministic_seeded in target.tags
-    )
-    if key not in exact.values or draws:
-        return 0.0
-    return relative_error([rounded(exact.values)], [exact.values[key]])
-
-
-def _keep(
-    flows: dict[Key, Tensor], key: Key, scale: float, grad: Tensor | None
-) -> None:
-    if grad is not None:
-        flows[key] = grad.detach().float() / scale
-
-
 def _low_ops(rows: Sequence[OpRow]) -> dict[str, int]:
     """Each module that calls a low op, to the number of low ops in and below it.
 
@@ -196,3 +417,163 @@ def _low_ops(rows: Sequence[OpRow]) -> dict[str, int]:
         )
         for module in dict.fromkeys(low)
     }
+
+
+def _errors_of(heard: Heard, fp32: Heard) -> Errors:
+    """The errors of one call against the call in fp32."""
+    names = sorted(fp32.gradients.keys() & heard.gradients.keys())
+    return Errors(
+        relative_error(heard.output, fp32.output),
+        relative_error(
+            [heard.gradients[n] for n in names], [fp32.gradients[n] for n in names]
+        ),
+    )
+
+
+def _node_errors(
+    rows: Sequence[OpRow], fp32: HeardNodes, mixed: HeardNodes
+) -> list[NodeError]:
+    """The errors of each op in its worst run; the op that adds most comes first."""
+    keys: dict[tuple[int, str, str], list[Key]] = defaultdict(list)
+    for key in mixed.values.keys() & fp32.values.keys():
+        keys[key[:3]].append(key)
+
+    def error(of: str, key: Key) -> float:
+        return relative_error([getattr(mixed, of)[key]], [getattr(fp32, of)[key]])
+
+    found = []
+    for row in rows:
+        ran = keys.get((row.graph, row.body, row.name), [])
+        if not ran:
+            continue
+        flows = [k for k in ran if k in mixed.flows and k in fp32.flows]
+        found.append(
+            NodeError(
+                graph=row.graph,
+                body=row.body,
+                name=row.name,
+                op=row.op,
+                precision=row.precision,
+                module=row.module,
+                source=row.source,
+                error=max(error("values", k) for k in ran),
+                added=max(mixed.added.get(k, 0.0) for k in ran),
+                gradient=max((error("flows", k) for k in flows), default=0.0),
+            )
+        )
+    return sorted(found, key=lambda node: -node.added)
+
+
+class Key(NamedTuple):
+    """One node in one run of one graph.
+
+    Attributes:
+        graph: number of the captured graph.
+        body: "" or the path of the body inside the graph.
+        name: the node's name.
+        run: how many times the graph, or the body, had run before.
+    """
+
+    graph: int
+    body: str
+    name: str
+    run: int
+
+
+@dataclass
+class HeardNodes(Heard):
+    """The numbers of one call, those of its nodes included.
+
+    Attributes:
+        exact: the call in fp32; None if this is that call.
+        scale: the loss scale.
+        values, flows: each node's result and its gradient.
+        added: the error that each low node adds by itself.
+        runs: how often each graph or body has run.
+    """
+
+    exact: HeardNodes | None = None
+    scale: float = 1.0
+    values: dict[Key, Tensor] = field(default_factory=dict)
+    flows: dict[Key, Tensor] = field(default_factory=dict)
+    added: dict[Key, float] = field(default_factory=dict)
+    runs: Counter[tuple[int, str]] = field(default_factory=Counter)
+
+
+class _Listener(Observer):
+    """Keeps each float result, and its gradient, of one run of a graph or body."""
+
+    def __init__(
+        self, found: HeardNodes, record: Rewritten, graph: int, body: str = ""
+    ) -> None:
+        self.found, self.record, self.graph, self.body = found, record, graph, body
+        self.number = found.runs[graph, body]
+        found.runs[graph, body] += 1
+
+    def of_body(self, run: fx.Interpreter, gm: fx.GraphModule) -> _Listener:
+        """The listener to one run of a checkpointed region's body."""
+        children = run.module.named_children()
+        name = next(name for name, child in children if child is gm)
+        body = getattr(self.record.before, name)
+        record = next(each for each in self.record.bodies if each.gm is body)
+        path = f"{self.body}/{name}" if self.body else name
+        return _Listener(self.found, record, self.graph, path)
+
+    def after(self, run: fx.Interpreter, n: fx.Node, value: Any) -> Any:
+        """The value, which is kept if the node is a float op of the model."""
+        is_float = isinstance(value, Tensor) and value.is_floating_point()
+        found, key = self.found, self._key(n)
+        # A backward runs a checkpointed region again, whose values are known already.
+        if not is_float or key in found.values:
+            return value
+        if n.name not in self.record.assignment.decisions:
+            return value
+        found.values[key] = value.detach().clone()
+        if found.exact is not None and value.dtype == self.record.low:
+            found.added[key] = self._added(run, n, found.exact.values)
+        if value.requires_grad:
+            keep = functools.partial(_keep, found.flows, key, found.scale)
+            compat.hook_gradient(value, keep)
+        return value
+
+    def _key(self, n: fx.Node) -> Key:
+        return Key(self.graph, self.body, n.name, self.number)
+
+    def _added(
+        self, run: fx.Interpreter, node: fx.Node, exact: Mapping[Key, Tensor]
+    ) -> float:
+        """The error of a low op's result on exact operands, rounded as it reads them.
+
+        Args:
+            exact: the values of the fp32 run.
+        """
+        target: Any = node.target
+        draws = isinstance(target, compat.OpOverload) and (
+            torch.Tag.nondeterministic_seeded in target.tags
+        )
+        if self._key(node) not in exact or draws:
+            return 0.0
+
+        def operand(at: fx.Node) -> Any:
+            source = stands_for(at)
+            value = exact.get(self._key(source), run.env[source])
+            known = at.meta.get("val")
+            if isinstance(value, Tensor) and isinstance(known, Tensor):
+                return value.detach().to(known.dtype, copy=True)
+            return value
+
+        args, kwargs = map_arg(node.args, operand), map_arg(node.kwargs, operand)
+        with torch.no_grad():
+            if stands_in(node):
+                inputs = node.graph.find_nodes(op="placeholder")
+                rounded = crossed(node, args[0], [run.env[each] for each in inputs])
+            else:
+                rounded = target(*args, **kwargs)
+        return relative_error([rounded], [exact[self._key(node)]])
+
+
+def _keep(
+    flows: dict[Key, Tensor], key: Key, scale: float, grad: Tensor | None
+) -> None:
+    if grad is not None:
+        flows[key] = grad.detach().float() / scale

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from autoamp import compat
 from autoamp.capture.engine import Engine
 from autoamp.capture.graph import Graph
 from autoamp.capture.keep import for_model
@@ -27,10 +28,14 @@ from autoamp.model.conversion import conversion_of, inside_wrappers, without_our
 from autoamp.model.eligible import parameters_of, unsupported
 from autoamp.model.installed import install
 from autoamp.options import OPTION_NAMES, Options
+from autoamp.pass_options import PassOptions
 from autoamp.pipeline.prepared import Prepared
-from autoamp.pipeline.run import as_it_is
+from autoamp.pipeline.run import as_it_is, rewrite_normalised
+from autoamp.pipeline.work import Setting
 from autoamp.place.devices import Device
 from autoamp.printable import class_name
+from autoamp.rewrite.rewritten import Rewritten
+from autoamp.trace.normalise import Normalised
 from autoamp.training.first_step import end_scaling, new_scaling
 from autoamp.training.scale import resolve_loss_scale
 
@@ -177,3 +182,27 @@ class Examiner(Engine):
             return self.play(prepared, args)
 
         return call
+
+
+def replanned(rewritten: Rewritten, options: PassOptions) -> Rewritten:
+    """The record of the same graph, rewritten under `options`.
+
+    The caller must be in the grad mode of the capture.
+    """
+    before = before_rewrite(rewritten)
+    setting = Setting(free_weights=True, own_kernels=rewritten.facts.own_kernels)
+    graph = Normalised(before, (), rewritten.fake_mode)
+    found = rewrite_normalised(graph, options, rewritten.low, setting, {})
+    # Bodies are found in `before` by identity, and the pass has put new bodies into it.
+    return replace(found, before=before)
+
+
+def before_rewrite(rewritten: Rewritten) -> fx.GraphModule:
+    """The graph before the rewrite, with bodies as they were before it."""
+    gm = compat.graph_module(rewritten.before, rewritten.before.graph)
+    gm.meta.update(rewritten.before.meta)
+    for name, child in rewritten.before.named_children():
+        for body in rewritten.bodies:
+            if child is body.gm:
+                setattr(gm, name, before_rewrite(body))
+    return gm

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autoamp.ask.examine import Examiner
-from autoamp.ask.replan import replanned
+from autoamp import compat
+from autoamp.ask.examine import Examiner, replanned, twin_of
+from autoamp.dtypes import needs_loss_scale
 from autoamp.errors import OptionError
+from autoamp.model.eligible import parameters_of
 from autoamp.model.kept import left_as_it_is
 from autoamp.options import Options
 from autoamp.pipeline.prepared import Prepared
@@ -22,6 +27,27 @@ from autoamp.rewrite.rewritten import Rewritten
 
 LossFn = Callable[[Any], Tensor]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+FP16_SCALE = 2.0**15
+"""The largest loss scale while fp16 gradients are compared, so that small gradients are
+not lost; gradients are divided by the scale before they are compared."""
+
+
+@dataclass
+class Heard:
+    """The numbers of one call and its backward.
+
+    Attributes:
+            output: the float tensors of the output.
+        gradients: the gradients of the parameters, by name.
+        loss: the loss; None without a backward.
+        returned: the output as the model returned it.
+    """
+
+    output: list[Tensor] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    loss: float | None = None
+    returned: Any = None
 
 
 class Outcome(NamedTuple):
@@ -76,7 +102,13 @@ def outcome_of(
 
 
 class StandIn:
-    """Calls a captured stand-in again and again, always on the same inputs."""
+    """Calls a captured stand-in again and again, always on the same inputs.
+
+    Attributes:
+        scale: the loss scale of calls in low precision.
+    """
+
+    scale = 1.0
 
     def __init__(
         self,
@@ -121,6 +153,54 @@ class StandIn:
     def records(self, options: Options) -> list[Rewritten]:
         """The record of each graph so far, under `options`."""
         return [self.record(prepared, options) for prepared in self.graphs]
+
+    @functools.cached_property
+    def numbers(self) -> dict[Prepared, int]:
+        """The number of each graph."""
+        return {prepared: n for n, prepared in enumerate(self.graphs)}
+
+    def run(self, model: nn.Module, found: Heard, scale: float) -> None:
+        """Fills `found` with the output and the gradients of one call of `model`."""
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        with untouched(model, trains=self.trains):
+            outcome = outcome_of(
+                model,
+                copied(self.call),
+                self.loss_fn,
+                named.values(),
+                trains=self.trains,
+                scale=scale,
+            )
+            found.returned = outcome.output
+            found.output = [t.detach().clone() for t in floats_of(outcome.output)]
+            found.loss = None if outcome.loss is None else float(outcome.loss.detach())
+            pairs = zip(named, outcome.gradients, strict=False)
+            found.gradients = {n: g.float() / scale for n, g in pairs if g is not None}
+
+    def find_scale(self, low: Callable[[], Heard]) -> None:
+        """Finds a large loss scale for fp16 at which no gradient overflows.
+
+        Args:
+            low: one call in low precision, at the scale of now.
+        """
+        if not needs_loss_scale(self.engine.record.low):
+            return
+        self.scale = FP16_SCALE
+        while self.scale > 1:
+            found = low()
+            if all(bool(g.isfinite().all()) for g in found.gradients.values()):
+                return
+            self.scale /= 4
+
+    def under_autocast(self, model: nn.Module) -> Heard | None:
+        """A call under `torch.autocast`; None where it raises on this model."""
+        found = Heard()
+        device = next((p.device.type for p in parameters_of(model)), "cpu")
+        with contextlib.suppress(RuntimeError):
+            with torch.autocast(device, self.engine.record.low):
+                self.run(twin_of(model), found, self.scale)
+            return found
+        return None
 
 
 def check_loss(loss: object) -> None:
@@ -204,3 +284,22 @@ def untouched(model: nn.Module, *, trains: bool) -> Iterator[None]:
     """
     with left_as_it_is(model, weights=True), torch.set_grad_enabled(trains):
         yield
+
+
+def relative_error(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """||found - wanted|| / ||wanted|| in fp64; NaN if either holds a NaN.
+
+    Infinity if the shapes differ, because the two calls took different branches.  Of
+    DTensors the parts that this rank holds are compared.
+    """
+    found, wanted = ([*map(compat.own_memory, each)] for each in (found, wanted))
+    if [t.shape for t in found] != [t.shape for t in wanted]:
+        return math.inf
+    distance = sum(
+        float((a.double() - b.double()).square().sum())
+        for a, b in zip(found, wanted, strict=True)
+    )
+    size = sum(float(b.double().square().sum()) for b in wanted)
+    if size == 0:
+        return 0.0 if distance == 0 else math.inf
+    return math.nan if math.isnan(distance) else math.sqrt(distance / size)

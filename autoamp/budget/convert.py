@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autoamp.ask.examine import Examiner, checked_model, examined, on_the_models_device
-from autoamp.ask.outcome import Heard
 from autoamp.ask.progress import told
-from autoamp.ask.stand_in import Call, floats_of, own_loss
+from autoamp.ask.stand_in import Call, Heard, floats_of, own_loss
 from autoamp.budget.budget import (
     GRADIENTS,
     LOSS,

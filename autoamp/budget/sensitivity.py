@@ -57,7 +57,7 @@ class Use(NamedTuple):
     """One value as one reader reads it, in one run of one graph.
 
     Attributes:
-        graph, body, run: as in `ask.lockstep.Key`.
+        graph, body, run: as in `ask.compare.Key`.
         reader: the node that reads; the value's own node for the value as it is made.
         value: the node that makes the value.
     """

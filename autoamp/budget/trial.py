@@ -16,10 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autoamp.ask.outcome import Heard, relative_error
-from autoamp.ask.replan import before_rewrite
-from autoamp.ask.stand_in import Call, copied, floats_of, untouched
-from autoamp.ask.trials import Trials
+from autoamp.ask.examine import before_rewrite
+from autoamp.ask.stand_in import (
+    Call,
+    Heard,
+    StandIn,
+    copied,
+    floats_of,
+    relative_error,
+    untouched,
+)
 from autoamp.budget.budget import GRADIENTS, LOSS, METRIC, OUTPUTS, Budget
 from autoamp.budget.sensitivity import Plan, Probe, Rounding, Trace, Use, plan_of
 from autoamp.errors import OptionError
@@ -39,7 +45,7 @@ _SURE = 2.0
 mean square is what 95 of 100 normal errors stay below."""
 
 
-class Calibration(Trials):
+class Calibration(StandIn):
     """A stand-in whose graphs run in fp32 under a probe.
 
     Attributes:

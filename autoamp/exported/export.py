@@ -1,13 +1,10 @@
 """`export`: a model as an exported program with its plan, or as a file.
 
-captured.py     the model's own code as one graph
-placed.py       the passes, the checks and the lock, as `convert` runs them
-in_range.py     rules that keep results finite
-baked.py        weights of its own, each in the precision that it is read in
-spelled.py      torch's ops alone
-compared.py     the results beside those of the converted model
-plan.py         the plan, which goes into every file
-files.py        the file of a target
+program.py     the model's code as one graph, rewritten, with weights of its own
+results.py     results beside those of fp32, and of the converted model
+plan.py        the plan, which goes into every file
+targets.py     what each runtime takes
+files.py       the file of a target
 """
 
 from __future__ import annotations
@@ -19,37 +16,34 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from autoamp import compat
-from autoamp.ask.examine import checked_model
+from autoamp.ask.examine import checked_model, replanned
+from autoamp.ask.find_overflow import Overflow, RecordedCall, Search
 from autoamp.capture.keep import for_model
 from autoamp.capture.locked import check_declined
-from autoamp.capture.record import Record
-from autoamp.capture.thread import disabled
 from autoamp.check.constants import check_weights
 from autoamp.dtypes import parse_low_dtype
-from autoamp.errors import (
-    ExportError,
-    LockError,
-    UnsupportedModelError,
-    VerificationError,
-)
-from autoamp.exported.baked import baked
-from autoamp.exported.captured import Call, Captured, captured
-from autoamp.exported.compared import Made, compare_with_converted, first_difference
+from autoamp.errors import ExportError, LockError, UnsupportedModelError
 from autoamp.exported.files import check_path, write
-from autoamp.exported.in_range import (
-    cause,
+from autoamp.exported.plan import held_by, plan_of
+from autoamp.exported.program import (
+    Call,
+    Captured,
+    MixedModel,
+    Placed,
+    captured,
+    placed,
+    weights_of,
+)
+from autoamp.exported.results import (
+    check_as_true,
+    check_same,
+    compare_with_converted,
     differs_in_whole_numbers,
-    overflow_in,
-    rules_for,
     spoiled,
 )
-from autoamp.exported.placed import placed
-from autoamp.exported.plan import held_by, plan_of
-from autoamp.exported.spelled import spelled
 from autoamp.exported.targets import Target, target_of
 from autoamp.inspect.report import Report
 from autoamp.kernels.table import ATTENTION, CHANNELS_LAST
@@ -58,11 +52,15 @@ from autoamp.model.conversion import conversion_of
 from autoamp.model.eligible import choose_precision, not_converted, unsupported
 from autoamp.model.kept import left_as_it_is
 from autoamp.model.reporting import report_of
+from autoamp.node_by_node.held import Held
+from autoamp.node_by_node.runner import Runner
 from autoamp.options import Options
-from autoamp.overflow.remedy import Remedy
-from autoamp.pipeline.prepared import Prepared
+from autoamp.overflow.recorder import Recorder
+from autoamp.overflow.remedy import EVERYTHING, Remedy
+from autoamp.overflow.trail import Trail
 from autoamp.place.devices import named_device
 from autoamp.printable import class_name
+from autoamp.rewrite.rewritten import Rewritten
 
 logger = logging.getLogger(__name__)
 
@@ -100,17 +98,15 @@ def export_model(
             "for inference",
         )
     with left_as_it_is(model):
-        made = _exported(model, call, options, runtime)
-        program = made.program
-        engine = None if (state := conversion_of(model)) is None else state.engine
-        if target is None and engine is not None and made.gm is not None:
-            compare_with_converted(model, engine, call, made)
+        program = _exported(model, call, options, runtime, compares=target is None)
     if out is not None:
         write(program, runtime, out)
     return program
 
 
-def _exported(model: nn.Module, call: Call, options: Options, target: Target) -> Made:
+def _exported(
+    model: nn.Module, call: Call, options: Options, target: Target, *, compares: bool
+) -> torch.export.ExportedProgram:
     asked = parse_low_dtype(options.precision)
     why_not = "" if asked is None else target.takes(asked, options)
     graph = captured(model, call)
@@ -119,76 +115,29 @@ def _exported(model: nn.Module, call: Call, options: Options, target: Target) ->
         why_not = target.takes(low, options)
     why_not = why_not or why_here
     if low is None or why_not:
-        return Made(_in_fp32(model, graph, options, why_not, target))
+        return _in_fp32(graph, options, why_not, target)
     options = target.rules(for_model(model, options, low), low)
     options = _for_file(options, target)
     device = None if target.device is None else named_device(target.device, low)
     state = conversion_of(model)
-    price = None
-    if device is None and state is not None and state.engine is not None:
-        price = state.engine.price
-    place = partial(placed, graph, model, low=low, device=device, price=price)
-    with disabled():  # the automatic mode would meet the program's module
-        exact = call.results(graph.program.module())
-    (record, prepared, results), rule = _in_range(graph, model, options, exact, place)
-    own = baked(prepared.gm, model)
-    program = spelled(graph, own.gm, call)
+    engine = None if state is None else state.engine
+    price = None if device is not None or engine is None else engine.price
+    place = partial(placed, graph, low=low, device=device, price=price)
+    exact = call.results_of(graph.program)
+    made = _in_range(graph, options, exact, place)
+    mixed = MixedModel(graph, made.prepared.gm)
+    program = mixed.export(call)
     read = {spec.target for spec in program.graph_signature.input_specs if spec.target}
-    check_weights(held_by(program), read, own.sources, _weights(model))
-    _check_same(program, call, results)
+    check_weights(held_by(program), read, mixed.sources, weights_of(model))
+    check_same(call.results_of(program), made.results)
     if target.one_dtype:
-        program = spelled(graph, own.gm, call, one_dtype=True)
-        _check_as_true(program, call, results, exact)
-    report = report_of(record, model, "" if device is None else device.name)
-    plan = plan_of(program, report.to_json(), own.sources, target.name)
-    compat.set_plan(program, plan.to_dict())
-    return Made(program, prepared.gm, pytree.tree_leaves(results), rule)
-
-
-_Placed = tuple[Record, Prepared, tuple[Any, ...]]
-
-
-def _in_range(
-    graph: Captured,
-    model: nn.Module,
-    options: Options,
-    exact: list[Any],
-    place: Callable[..., _Placed],
-) -> tuple[_Placed, Remedy | None]:
-    """What `place` gives, with ops kept in fp32 where results would not be finite.
-
-    Args:
-        exact: the results of fp32.
-
-    Returns:
-        It, and the rule that keeps those ops in fp32; None where none is needed.
-
-    Raises:
-        ExportError: no rule makes the results finite, or a lock forbids all rules; or
-            one does, and the options are strict.
-    """
-    made = place(options)
-    harm = spoiled(made[2], exact) is not None
-    if not harm and not differs_in_whole_numbers(made[2], exact):
-        return made, None
-    assert made[1].rewritten is not None
-    found = overflow_in(graph, model, made[1].rewritten, options, any_harm=harm)
-    if not harm and (not found or found.rule is None):
-        return made, None
-    for rule in rules_for(found, options):
-        made = place(rule.on(options))
-        if spoiled(made[2], exact) is not None:
-            continue
-        if options.strict:
-            raise ExportError(
-                f"{class_name(model)}: {cause(found)}. Export it with {rule}"
-            )
-        made[0].note(f"{cause(found)}; it is exported with {rule}")
-        return made, rule
-    raise ExportError(
-        f"{class_name(model)}: {cause(found)}, even with keep=['*']; this is a bug in "
-        "autoamp, please report it. torch.export exports the model as it is"
-    )
+        program = mixed.export(call, one_dtype=True)
+        check_as_true(call.results_of(program), made.results, exact)
+    report = report_of(made.record, model, "" if device is None else device.name)
+    _keep_plan(program, report, target, mixed.sources)
+    if compares and engine is not None:
+        compare_with_converted(graph, engine, call, made)
+    return program
 
 
 def _for_file(options: Options, target: Target) -> Options:
@@ -203,10 +152,10 @@ def _for_file(options: Options, target: Target) -> Options:
 
 
 def _in_fp32(
-    model: nn.Module, graph: Captured, options: Options, why_not: str, target: Target
+    graph: Captured, options: Options, why_not: str, target: Target
 ) -> torch.export.ExportedProgram:
     """The program of a model of which nothing runs low, which is said."""
-    label = class_name(model)
+    label = class_name(graph.model)
     if options.locked is not None:
         differs = check_declined(options.locked, label, why_not)
         if differs:
@@ -214,75 +163,108 @@ def _in_fp32(
     log_once(
         logger,
         logging.WARNING,
-        f"autoamp: {label} is exported as it is: it {not_converted(model, why_not)}",
+        f"autoamp: {label} is exported as it is: it "
+        f"{not_converted(graph.model, why_not)}",
     )
-    report = Report(label, (), (), [(label, why_not)])
-    plan = plan_of(graph.program, report.to_json(), {}, target.name)
-    compat.set_plan(graph.program, plan.to_dict())
+    _keep_plan(graph.program, Report(label, (), (), [(label, why_not)]), target, {})
     return graph.program
 
 
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        **dict(nn.Module.named_parameters(model, remove_duplicate=False)),
-        **dict(nn.Module.named_buffers(model, remove_duplicate=False)),
-    }
-
-
-def _check_same(
-    program: torch.export.ExportedProgram, call: Call, results: tuple[Any, ...]
-) -> None:
-    """Checks that a program gives the results that the rewritten graph gave.
-
-    Raises:
-        VerificationError: a result differs in a bit.
-    """
-    with disabled():
-        given = call.results(program.module())
-    at = first_difference(given, pytree.tree_leaves(results))
-    if at is not None:
-        raise VerificationError(
-            f"output {at} of the exported program is not that of the rewritten graph; "
-            "this is a bug in autoamp, please report it"
-        )
-
-
-def _check_as_true(
+def _keep_plan(
     program: torch.export.ExportedProgram,
-    call: Call,
-    results: tuple[Any, ...],
-    exact: list[Any],
+    report: Report,
+    target: Target,
+    sources: dict[str, str],
 ) -> None:
-    """Checks that a program in another spelling is as near to fp32 as the graph was.
+    plan = plan_of(program, report.to_json(), sources, target.name)
+    compat.set_plan(program, plan.to_dict())
+
+
+# -- results that are finite where those of fp32 are -----------------------------------
+
+
+def _in_range(
+    graph: Captured,
+    options: Options,
+    exact: list[Any],
+    place: Callable[[Options], Placed],
+) -> Placed:
+    """What `place` gives, with ops kept in fp32 where results would not be finite.
+
+    `find_overflow`'s search names the smallest rule that cures it.
+
+    Args:
+        exact: the results of fp32.
 
     Raises:
-        VerificationError: a result is farther off, by more than a tenth.
+        ExportError: no rule makes the results finite, or a lock forbids all rules; or
+            one does, and the options are strict.
     """
-    with disabled():
-        given = call.results(program.module())
-    at = spoiled(given, exact)
-    if at is not None:
-        raise VerificationError(
-            f"output {at} of the program is not finite: another spelling of its norms "
-            "computes something else; this is a bug in autoamp, please report it"
-        )
-    for at, (one, was, true) in enumerate(zip(given, results, exact, strict=True)):
-        if not (isinstance(true, Tensor) and true.is_floating_point()):
+    made = place(options)
+    harm = spoiled(made.results, exact) is not None
+    if not harm and not differs_in_whole_numbers(made.results, exact):
+        return made
+    assert made.prepared.rewritten is not None
+    player = _Player(graph, made.prepared.rewritten, options)
+    # Where no float result was spoiled, each overflow that fp32 does not have counts.
+    label, low = class_name(graph.model), made.record.low
+    search = Search(player, options, label, low, any_harm=harm)
+    found = search.answer(player.recorded(options, 1.0))
+    if not harm and (not found or found.rule is None):
+        return made
+    for rule in _rules_for(found, options):
+        made = place(rule.on(options))
+        if spoiled(made.results, exact) is not None:
             continue
-        finite = one.isfinite() & was.isfinite() & true.isfinite()
-        now, then, exactly = (t.double()[finite] for t in (one, was, true))
-        size = float(exactly.norm())
-        ours, before = (float((t - exactly).norm()) for t in (now, then))
-        if ours > _NO_LESS_TRUE * before + _ROUNDING * size:
-            raise VerificationError(
-                f"output {at} of the program is {ours:.3g} from that in fp32, and the "
-                f"rewritten graph's was {before:.3g}: another spelling of its norms "
-                "computes something else; this is a bug in autoamp, please report it"
-            )
+        if options.strict:
+            raise ExportError(f"{label}: {_cause(found)}. Export it with {rule}")
+        made.record.note(f"{_cause(found)}; it is exported with {rule}")
+        return made._replace(rule=rule)
+    raise ExportError(
+        f"{label}: {_cause(found)}, even with keep=['*']; this is a bug in "
+        "autoamp, please report it. torch.export exports the model as it is"
+    )
 
 
-_NO_LESS_TRUE = 1.1
-"""How much larger an error may be: the bound of docs/accuracy.md."""
+def _rules_for(found: Overflow, options: Options) -> list[Remedy]:
+    """The remedies to export with, the smallest first.
 
-_ROUNDING = 1e-6
-"""Of the size of a result: the rounding of fp32 itself, where nothing is low."""
+    Raises:
+        ExportError: a lock decides which ops run low.
+    """
+    if options.locked is not None:
+        raise ExportError(
+            f"{found.label}: {_cause(found)}, and the lock says which ops run low: "
+            f"make a new lock{f', with {found.proposal}' if found.rule else ''}"
+        )
+    everything = Remedy(keep=(EVERYTHING,))
+    return list(dict.fromkeys([found.rule or everything, everything]))
+
+
+def _cause(found: Overflow) -> str:
+    """Why a model cannot be exported as it was placed."""
+    if not found:
+        return "results on the example are not finite where those of fp32 are"
+    return f"results on the example differ from those of fp32, because {found.headline}"
+
+
+class _Player:
+    """Runs the rewritten graph of an export node by node, under options."""
+
+    def __init__(self, graph: Captured, rewritten: Rewritten, options: Options) -> None:
+        self.graph = graph
+        self._known = options, rewritten
+
+    def records(self, options: Options) -> list[Rewritten]:
+        if options != self._known[0]:
+            with torch.no_grad():
+                self._known = options, replanned(self._known[1], options)
+        return [self._known[1]]
+
+    def recorded(self, options: Options, scale: float) -> RecordedCall:  # noqa: ARG002
+        trail = Trail()
+        (record,) = self.records(options)
+        with left_as_it_is(self.graph.model), torch.no_grad():
+            run = Runner(record.gm, [Held(), Recorder(trail, exact=True)])
+            run.run(*self.graph.copied_values())
+        return RecordedCall(trail)

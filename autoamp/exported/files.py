@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import logging
 import os
@@ -12,7 +13,8 @@ import sys
 import uuid
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,9 @@ import torch
 
 from autoamp import compat
 from autoamp.errors import ExportError, OptionError
-from autoamp.exported import executorch_files, onnx_files
+from autoamp.exported import onnx_files
 from autoamp.exported.plan import Plan, check_program, plan_from, plan_kept_in
-from autoamp.exported.targets import SUFFIXES, Target
+from autoamp.exported.targets import SUFFIXES, Kind, Target, check_installed
 from autoamp.printable import printable_line
 from autoamp.saved.rows import SavedReport
 
@@ -67,16 +69,15 @@ def write(program: torch.export.ExportedProgram, target: Target, out: Path_) -> 
         OptionError: `out` is no path of a file.
     """
     path = check_path(target, out)
+    writers: dict[Kind, Callable[[torch.export.ExportedProgram, Path], None]] = {
+        "pt2": _save,
+        "aoti": _compile,
+        "onnx": partial(onnx_files.write, target),
+        "pte": _lower,
+    }
     with _draft(path) as draft:
         try:
-            if target.kind == "pt2":
-                _save(program, draft)
-            elif target.kind == "aoti":
-                _compile(program, draft)
-            elif target.kind == "onnx":
-                onnx_files.write(program, target, draft)
-            else:
-                executorch_files.write(program, draft)
+            writers[target.kind](program, draft)
         except (ExportError, OSError):
             raise
         except Exception as error:
@@ -114,20 +115,22 @@ def opened(path: Path_) -> tuple[Any, Plan, SavedReport]:
     """
     shown = printable_line(str(path), 300)
     try:
-        if not Path(path).is_file():
-            raise OptionError(f"{shown}: there is no such file")
-        if Path(path).suffix == SUFFIXES["onnx"]:
-            return onnx_files.opened(path, shown)
-        if Path(path).suffix == SUFFIXES["pte"]:
-            return executorch_files.opened(path, shown)
+        there, suffix = Path(path).is_file(), Path(path).suffix
+    except (OSError, ValueError, TypeError) as error:
+        raise OptionError(f"{shown}: cannot be read ({error})") from None
+    if not there:
+        raise OptionError(f"{shown}: there is no such file")
+    if suffix == SUFFIXES["onnx"]:
+        return onnx_files.opened(path, shown)
+    if suffix == SUFFIXES["pte"]:
+        return _opened_pte(path, shown)
+    try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-    except (OSError, ValueError, TypeError) as error:
-        if isinstance(error, OptionError):
-            raise
-        raise OptionError(f"{shown}: cannot be read ({error})") from None
     except zipfile.BadZipFile:
         raise OptionError(f"{shown}: it is no .pt2, .onnx or .pte file") from None
+    except OSError as error:
+        raise OptionError(f"{shown}: cannot be read ({error})") from None
     try:
         if any("/data/aotinductor/" in name for name in names):
             package, note = compat.open_package(os.fspath(path))
@@ -196,3 +199,47 @@ def _draft(path: Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+# -- ExecuTorch: the plan is a method that returns its JSON ----------------------------
+
+_MAGIC = b"ET"
+"""The identifier at byte 4 of a file begins so (ExecuTorch, schema/program.fbs)."""
+
+_METHOD = f"{compat.PLAN_KEY}_plan"
+
+
+def _lower(program: torch.export.ExportedProgram, draft: Path) -> None:
+    """Lowers a program to ExecuTorch, with XNNPACK's kernels where it has them."""
+    exir = importlib.import_module("executorch.exir")
+    xnnpack = importlib.import_module(
+        "executorch.backends.xnnpack.partition.xnnpack_partitioner"
+    )
+    lowered = exir.to_edge_transform_and_lower(
+        program,
+        partitioner=[xnnpack.XnnpackPartitioner()],
+        constant_methods={_METHOD: plan_kept_in(program).to_json()},
+    )
+    draft.write_bytes(lowered.to_executorch().buffer)
+
+
+def _opened_pte(path: Path_, shown: str) -> tuple[Any, Plan, SavedReport]:
+    """The program in a file for ExecuTorch's runtime, its plan and its report.
+
+    Raises:
+        ExportError: the file holds no plan, or ExecuTorch cannot load it.
+    """
+    check_installed("executorch", shown)
+    with open(path, "rb") as file:
+        head = file.read(8)
+    if head[4:6] != _MAGIC:  # which ends the process in ExecuTorch's runtime
+        raise ExportError(f"{shown}: it is no file of ExecuTorch's")
+    runtime = importlib.import_module("executorch.runtime").Runtime.get()
+    try:
+        program = runtime.load_program(Path(path))
+        has_plan = _METHOD in program.method_names
+        note = program.load_method(_METHOD).execute([])[0] if has_plan else None
+    except Exception as error:
+        text = printable_line(f"{type(error).__name__}: {error}", 300)
+        raise ExportError(f"{shown}: ExecuTorch cannot load it: {text}") from error
+    return program, *plan_from(shown, note)

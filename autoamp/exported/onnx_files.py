@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,19 @@ import torch
 from autoamp import compat
 from autoamp.dtypes import parse_low_dtype, short_name
 from autoamp.errors import ExportError
-from autoamp.exported.plan import Plan, check_dtypes, plan_from, plan_kept_in
+from autoamp.exported.plan import Plan, held_by, plan_from, plan_kept_in
 from autoamp.exported.targets import Target, check_installed
 from autoamp.printable import printable_line
 from autoamp.saved.rows import SavedReport
+
+_LARGE = 1 << 30
+"""Bytes of weights from which on they go to a second file; protobuf ends at 2 GiB."""
 
 _NODE = "pkg.torch.onnx.fx_node"
 """The metadata in which torch's exporter names the node of the exported program."""
 
 
-def write(program: torch.export.ExportedProgram, target: Target, path: Path) -> None:
+def write(target: Target, program: torch.export.ExportedProgram, path: Path) -> None:
     """Writes the ONNX file of a program, with the plan in its metadata.
 
     Raises:
@@ -39,12 +42,20 @@ def write(program: torch.export.ExportedProgram, target: Target, path: Path) -> 
     low = parse_low_dtype(plan.report.get("compute_dtype") or "")
     opset = None if low is None else target.opsets.get(short_name(low))
     made = compat.onnx_program(program, opset)
-    made.save(os.fspath(path), external_data=_is_large(program))
+    size = sum(t.numel() * t.element_size() for _, t in held_by(program))
+    made.save(os.fspath(path), external_data=size > _LARGE)
     model = onnx.load(os.fspath(path), load_external_data=False)
     own = _with_onnx_names(plan, model)
     model.metadata_props.add(key=compat.PLAN_KEY, value=own.to_json())
     path.write_bytes(model.SerializeToString())
-    _check(path)
+    try:
+        onnx.checker.check_model(os.fspath(path), full_check=True)
+    except Exception as error:
+        text = printable_line(str(error), 800)
+        raise ExportError(
+            f"torch's ONNX exporter made a model that onnx refuses: {text}. Keep the "
+            'op named there in fp32 (deny=["..."]), or try the other precision'
+        ) from error
 
 
 def opened(path: str | os.PathLike[str], shown: str) -> tuple[Any, Plan, SavedReport]:
@@ -63,12 +74,8 @@ def opened(path: str | os.PathLike[str], shown: str) -> tuple[Any, Plan, SavedRe
         raise ExportError(f"{shown}: onnx cannot load it: {text}") from error
     notes = {each.key: each.value for each in model.metadata_props}
     plan, report = plan_from(shown, notes.get(compat.PLAN_KEY))
-    planned = {name: dtypes for name, (dtypes, _) in plan.nodes.items()}
     made = {name: (dtype,) for name, dtype, _ in _typed(_inferred(model, shown))}
-    check_dtypes(shown, planned, made, "value")
-    meant = {name: (dtype,) for name, (_, dtype) in plan.weights.items()}
-    there = {name: (dtype,) for name, dtype in _weights(model)}
-    check_dtypes(shown, meant, there, "weight")
+    plan.check(shown, "value", made, dict(_weights(model)))
     return model, plan, report
 
 
@@ -137,37 +144,9 @@ def _graphs(graph: Any) -> Iterator[Any]:
                 yield from _graphs(body)
 
 
-def _check(path: Path) -> None:
-    """Checks a file as onnx does, with the types of all values.
-
-    Raises:
-        ExportError: the file is no valid model.
-    """
-    import onnx
-
-    try:
-        onnx.checker.check_model(os.fspath(path), full_check=True)
-    except Exception as error:
-        text = printable_line(str(error), 800)
-        raise ExportError(
-            f"torch's ONNX exporter made a model that onnx refuses: {text}. Keep the "
-            'op named there in fp32 (deny=["..."]), or try the other precision'
-        ) from error
-
-
 def _named(number: int) -> str:
     """The name of an element type as torch names it: 10 is "float16"."""
     import onnx
 
     name: str = onnx.TensorProto.DataType.Name(number).lower()
     return {"float": "float32", "double": "float64"}.get(name, name)
-
-
-_LARGE = 1 << 30
-"""Bytes of weights from which on they go to a second file; protobuf ends at 2 GiB."""
-
-
-def _is_large(program: torch.export.ExportedProgram) -> bool:
-    held: Mapping[str, Any] = {**program.state_dict, **program.constants}
-    tensors = [t for t in held.values() if isinstance(t, torch.Tensor)]
-    return sum(t.numel() * t.element_size() for t in tensors) > _LARGE

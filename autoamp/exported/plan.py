@@ -8,7 +8,7 @@ what was planned.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.errors import ExportError
-from autoamp.exported.spelled import OP
+from autoamp.exported.program import OP
 from autoamp.printable import printable_line
 from autoamp.saved.load import report_in
 from autoamp.saved.rows import SavedReport
@@ -72,6 +72,54 @@ class Plan:
         """The plan as JSON on one line."""
         return json.dumps(self.to_dict(), ensure_ascii=False, separators=(",", ":"))
 
+    def check(
+        self,
+        where: str,
+        kind: str,
+        made: Mapping[str, tuple[str, ...]],
+        held: Mapping[str, str],
+    ) -> None:
+        """Checks that what is in a file has the dtypes planned.
+
+        Args:
+            where: the file, for messages.
+            kind: the word for what computes.
+            made: the dtypes of what is computed, by name.
+            held: the dtype of each weight.
+
+        Raises:
+            ExportError: a node or a weight is missing, is new, or has another dtype.
+        """
+        nodes = {name: dtypes for name, (dtypes, _) in self.nodes.items()}
+        weights = {name: (dtype,) for name, (_, dtype) in self.weights.items()}
+        problems = _differences(kind, nodes, made) or _differences(
+            "weight", weights, {name: (dtype,) for name, dtype in held.items()}
+        )
+        if problems:
+            more = len(problems) - _SHOWN
+            shown = "; ".join(map(printable_line, problems[:_SHOWN]))
+            shown += f"; and {more} more" if more > 0 else ""
+            raise ExportError(
+                f"{where} does not compute what its plan says: {shown}. The file was "
+                "changed after autoamp.export() wrote it; export the model again"
+            )
+
+
+def _differences(
+    kind: str,
+    planned: Mapping[str, tuple[str, ...]],
+    there: Mapping[str, tuple[str, ...]],
+) -> list[str]:
+    found = [
+        f"{kind} {name} is {', '.join(there[name])} and was planned as "
+        f"{', '.join(dtypes)}"
+        for name, dtypes in planned.items()
+        if name in there and there[name] != dtypes
+    ]
+    found += [f"{kind} {name} is gone" for name in planned if name not in there]
+    found += [f"{kind} {name} is in no plan" for name in there if name not in planned]
+    return found
+
 
 def plan_of(
     program: torch.export.ExportedProgram,
@@ -93,11 +141,24 @@ def plan_of(
             for name, node, dtypes in made_by(program.graph)
         },
         weights={
-            name: (sources.get(name, name), _name(tensor.dtype))
+            name: (sources.get(name, name), _names([tensor.dtype])[0])
             for name, tensor in held_by(program)
         },
         classes=compat.classes_of(program),
     )
+
+
+def check_program(
+    where: str, plan: Plan, program: torch.export.ExportedProgram
+) -> None:
+    """Checks that a program computes in the dtypes of its plan.
+
+    Raises:
+        ExportError: a node or a weight is missing, is new, or has another dtype.
+    """
+    made = {name: _names(dtypes) for name, _, dtypes in made_by(program.graph)}
+    held = {name: _names([t.dtype])[0] for name, t in held_by(program)}
+    plan.check(where, "node", made, held)
 
 
 def plan_kept_in(program: torch.export.ExportedProgram) -> Plan:
@@ -115,85 +176,71 @@ def plan_from(where: str, data: object) -> tuple[Plan, SavedReport]:
         ExportError: the values are no plan, or of a newer version.
         OptionError: the report in the plan is none.
     """
-    if isinstance(data, str):
-        try:
-            data = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise _no_plan(where, f"it is not JSON ({error})") from None
     if data is None:
         raise ExportError(
             f"{where} holds no plan of autoamp: another tool wrote it, or another tool "
             "wrote it again and left the plan out. autoamp.export() writes files "
             "with a plan"
         )
+
+    def fails(problem: str) -> ExportError:
+        return ExportError(f"{where}: the plan in it cannot be read: {problem}")
+
+    def checked(value: Any, name: str, kind: str) -> Any:
+        if not _IS[kind](value):
+            raise fails(f"{name} is no {kind}")
+        return value
+
+    if isinstance(data, str):
+        try:
+            data = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise fails(f"it is not JSON ({error})") from None
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise _no_plan(where, f"its schema is not {SCHEMA!r}")
+        raise fails(f"its schema is not {SCHEMA!r}")
     version = data.get("version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise _no_plan(where, "its version is no number")
+        raise fails("its version is no number")
     if version > VERSION:
         raise ExportError(
             f"{where}: its plan has version {version}, and this autoamp reads "
             f"{VERSION}: upgrade autoamp"
         )
+    read: dict[str, Any] = data
+
+    def rows(key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        for name, row in checked(read.get(key), key, "object").items():
+            yield name, checked(row, f"{key}.{printable_line(name, 80)}", "object")
+
     nodes = {
-        name: (tuple(_strings(where, row, "dtypes")), _string(where, row, "op"))
-        for name, row in _rows(where, data, "nodes")
+        name: (
+            tuple(checked(row.get("dtypes"), "dtypes", "list of strings")),
+            checked(row.get("op"), "op", "string"),
+        )
+        for name, row in rows("nodes")
     }
     weights = {
-        name: (_string(where, row, "source"), _string(where, row, "dtype"))
-        for name, row in _rows(where, data, "weights")
+        name: (
+            checked(row.get("source"), "source", "string"),
+            checked(row.get("dtype"), "dtype", "string"),
+        )
+        for name, row in rows("weights")
     }
     report = data.get("report")
-    classes = tuple(_strings(where, {"classes": [], **data}, "classes"))
-    target = _string(where, data, "target")
-    found = Plan(target, report or {}, nodes, weights, classes)
+    # Files of earlier days have no classes.
+    classes = checked(data.get("classes", []), "classes", "list of strings")
+    target = checked(data.get("target"), "target", "string")
+    found = Plan(target, report or {}, nodes, weights, tuple(classes))
     return found, report_in(where, report)
 
 
-def check_program(
-    where: str, plan: Plan, program: torch.export.ExportedProgram
-) -> None:
-    """Checks that a program computes in the dtypes of its plan.
-
-    Raises:
-        ExportError: a node or a weight is missing, is new, or has another dtype.
-    """
-    nodes = {name: _names(dtypes) for name, _, dtypes in made_by(program.graph)}
-    planned = {name: dtypes for name, (dtypes, _) in plan.nodes.items()}
-    weights = {name: (_name(t.dtype),) for name, t in held_by(program)}
-    meant = {name: (dtype,) for name, (_, dtype) in plan.weights.items()}
-    check_dtypes(where, planned, nodes, "node")
-    check_dtypes(where, meant, weights, "weight")
-
-
-def check_dtypes(
-    where: str,
-    planned: Mapping[str, tuple[str, ...]],
-    there: Mapping[str, tuple[str, ...]],
-    kind: str,
-) -> None:
-    """Checks that what is there has the dtypes planned.
-
-    Raises:
-        ExportError: something is missing, is new, or has other dtypes.
-    """
-    problems = [
-        f"{kind} {name} is {', '.join(there[name])} and was planned as "
-        f"{', '.join(dtypes)}"
-        for name, dtypes in planned.items()
-        if name in there and there[name] != dtypes
-    ]
-    problems += [f"{kind} {n} is gone" for n in planned if n not in there]
-    problems += [f"{kind} {n} is in no plan" for n in there if n not in planned]
-    if problems:
-        more = len(problems) - _SHOWN
-        shown = "; ".join(map(printable_line, problems[:_SHOWN]))
-        shown += f"; and {more} more" if more > 0 else ""
-        raise ExportError(
-            f"{where} does not compute what its plan says: {shown}. The file was "
-            "changed after autoamp.export() wrote it; export the model again"
-        )
+_IS: dict[str, Callable[[Any], bool]] = {
+    "object": lambda value: isinstance(value, dict),
+    "string": lambda value: isinstance(value, str),
+    "list of strings": lambda value: (
+        isinstance(value, list) and all(isinstance(each, str) for each in value)
+    ),
+}
 
 
 def made_by(
@@ -232,38 +279,4 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _names(dtypes: Iterable[torch.dtype]) -> tuple[str, ...]:
-    return tuple(_name(dtype) for dtype in dtypes)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _no_plan(where: str, problem: str) -> ExportError:
-    return ExportError(f"{where}: the plan in it cannot be read: {problem}")
-
-
-def _rows(
-    where: str, data: Mapping[str, Any], key: str
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    found = data.get(key)
-    if not isinstance(found, dict):
-        raise _no_plan(where, f"{key} is no object")
-    for name, row in found.items():
-        if not isinstance(row, dict):
-            raise _no_plan(where, f"{key}.{printable_line(name, 80)} is no object")
-        yield name, row
-
-
-def _string(where: str, row: Mapping[str, Any], key: str) -> str:
-    found = row.get(key)
-    if not isinstance(found, str):
-        raise _no_plan(where, f"{key} is no string")
-    return found
-
-
-def _strings(where: str, row: Mapping[str, Any], key: str) -> list[str]:
-    found = row.get(key)
-    if not isinstance(found, list) or not all(isinstance(x, str) for x in found):
-        raise _no_plan(where, f"{key} is no list of strings")
-    return found
+    return tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -81,7 +81,8 @@ class Target:
             for op, why in kept.items()
         }
         laid = options.resolve_rules(low).merge(Rules(f"target {self.name}", rules))
-        return replace_rules(options, laid)
+        # All lists of the options are in `laid`.
+        return options.replace(rules=laid, allow=(), deny=(), infer=(), clear=())
 
     def check_packages(self) -> None:
         """Checks that what writes the file is installed.
@@ -106,11 +107,6 @@ def check_installed(package: str, what: str) -> None:
         raise ExportError(
             f"{what} needs the package {package}, which is not installed here: {how}"
         )
-
-
-def replace_rules(options: Options, rules: Rules) -> Options:
-    """`options` with `rules` in the place of all lists, which are in `rules`."""
-    return options.replace(rules=rules, allow=(), deny=(), infer=(), clear=())
 
 
 @cache

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.ask.overflow import Overflow
+from autoamp.ask.find_overflow import Overflow
 from autoamp.overflow.location import OUTSIDE, WEIGHT
 from autoamp.snapshot import files
 from autoamp.snapshot.files import Snapshot

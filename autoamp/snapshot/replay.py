@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autoamp.ask.examine import checked_model
-from autoamp.ask.find_overflow import find_overflow_model
-from autoamp.ask.overflow import Overflow
+from autoamp.ask.find_overflow import Overflow, find_overflow_model
 from autoamp.ask.stand_in import LossFn, floats_of, own_loss
 from autoamp.dtypes import parse_low_dtype
 from autoamp.errors import OptionError

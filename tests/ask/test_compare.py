@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp.ask.outcome import relative_error
+from autoamp.ask.stand_in import relative_error
 from autoamp.errors import OptionError, UnsupportedModelError
 from tests.small_models import BF16
 

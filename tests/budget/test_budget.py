@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp import Budget, BudgetError, OptionError
-from autoamp.ask.outcome import relative_error
+from autoamp.ask.stand_in import relative_error
 from autoamp.budget.budget import parsed
 
 BF16: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import autoamp
-from autoamp.exported import executorch_files, files, targets
+from autoamp.exported import files, targets
 from tests.exported.test_export import FP16, X, two
 from tests.small_models import BF16
 
@@ -41,7 +41,7 @@ def test_a_file_runs_and_carries_its_plan(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_why_bf16_is_refused(tmp_path: Path) -> None:
     program = autoamp.export(two(), (X,), target="onnx", **BF16)
-    executorch_files.write(program, tmp_path / "m.pte")
+    files.write(program, targets.target_of("executorch"), tmp_path / "m.pte")
     loaded, _, _ = files.opened(tmp_path / "m.pte")
     (result,) = loaded.load_method("forward").execute([X])
     with torch.no_grad():

@@ -17,7 +17,7 @@ from autoamp import compat
 from autoamp.capture import engine
 from autoamp.check import numbers
 from autoamp.exported import export as exporting
-from autoamp.exported.plan import OP
+from autoamp.exported.program import OP
 from tests.models import BY_NAME, LARGE
 from tests.small_models import BF16, mlp
 
@@ -368,16 +368,14 @@ def test_another_result_than_the_converted_models_is_said(
 def test_a_wrong_weight_or_result_is_a_bug_and_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = exporting.baked
-
-    def wrong(*args: Any) -> Any:
-        made = real(*args)
-        with torch.no_grad():
-            made.gm.get_parameter("0.weight").add_(1)
-        return made
+    class Wrong(exporting.MixedModel):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            with torch.no_grad():
+                self.module.get_parameter("0.weight").add_(1)
 
     with monkeypatch.context() as patch:
-        patch.setattr(exporting, "baked", wrong)
+        patch.setattr(exporting, "MixedModel", Wrong)
         with pytest.raises(autoamp.VerificationError, match=r"is not 0\.weight of the"):
             autoamp.export(two(), (X,), **BF16)
         patch.setattr(exporting, "check_weights", lambda *_: None)
