@@ -50,7 +50,8 @@ class Operand:
     def made(self, device: torch.device) -> torch.Tensor:
         """A tensor with this shape, strides and dtype."""
         last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
-        flat = torch.zeros(1 + last if all(self.shape) else 0, device=device)
+        size = 1 + last if all(self.shape) else 0
+        flat = torch.zeros(size, dtype=torch.float32, device=device)
         if self.dtype.is_floating_point or self.dtype.is_complex:
             flat.uniform_(0.5, 1.5)
         tensor = flat.to(self.dtype).as_strided(self.shape, self.strides)

@@ -216,15 +216,15 @@ def like(
         symbolic: whether symbolic sizes stay symbolic; they become numbers else.
     """
     if isinstance(value, torch.Tensor):
-        kind: dict[str, Any] = {"dtype": value.dtype, "device": device or value.device}
+        dtype, device = value.dtype, device or value.device
         plain = symbolic or type(value) is torch.Tensor
         sizes = value.shape if plain else [hint(size) for size in value.shape]
         if value.layout is not torch.strided:
-            return torch.empty(sizes, **kind)
+            return torch.empty(sizes, dtype=dtype, device=device)
         strides = value.stride()
         if not plain:
             strides = tuple([hint(stride) for stride in strides])
-        return torch.empty_strided(sizes, strides, **kind)
+        return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
     if isinstance(value, (list, tuple)):
         return type(value)(like(v, device=device, symbolic=symbolic) for v in value)
     if isinstance(value, torch.SymInt) and not symbolic:

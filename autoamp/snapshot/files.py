@@ -112,7 +112,8 @@ def write(
     try:
         # One copy of each: safetensors refuses memory that two tensors share.
         copies = {
-            k: torch.empty(t.shape, dtype=t.dtype).copy_(t) for k, t in tensors.items()
+            k: torch.empty(t.shape, dtype=t.dtype, device="cpu").copy_(t)
+            for k, t in tensors.items()
         }
         _safetensors().save_file(copies, partial / TENSORS)
         (partial / TEXT).write_text(json.dumps(facts, allow_nan=False))

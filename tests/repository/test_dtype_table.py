@@ -17,6 +17,7 @@ NAMES = {*TORCH_NAMES, *(f"torch.{name}" for name in TORCH_NAMES)} | {
 
 ALLOWED = {
     "dtypes.py": "the table",
+    "place/devices.py": "the table of devices names the usual dtype of each type",
     "inspect/findings.py": "advice for weights that fp16 cannot hold",
     "rules/files.py": "TensorFlow has lists for these two dtypes and no other",
     "analyse/recurrent.py": "oneDNN has a kernel of LSTMs for this dtype alone",
