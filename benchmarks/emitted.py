@@ -26,8 +26,7 @@ from torch import fx
 import autoamp
 from autoamp.options import Options
 from autoamp.pipeline.run import rewrite_normalised
-from autoamp.pipeline.work import Setting
-from autoamp.rewrite.rewritten import Rewritten
+from autoamp.rewrite.rewritten import Rewritten, Setting
 from tests.conformance.graphs import Recipe
 from tests.conformance.moves import MOVES
 from tests.models import BY_NAME as MODELS

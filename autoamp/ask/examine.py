@@ -31,10 +31,9 @@ from autoamp.options import OPTION_NAMES, Options
 from autoamp.pass_options import PassOptions
 from autoamp.pipeline.prepared import Prepared
 from autoamp.pipeline.run import as_it_is, rewrite_normalised
-from autoamp.pipeline.work import Setting
 from autoamp.place.devices import Device
 from autoamp.printable import class_name
-from autoamp.rewrite.rewritten import Rewritten
+from autoamp.rewrite.rewritten import Rewritten, Setting
 from autoamp.trace.normalise import Normalised
 from autoamp.training.first_step import end_scaling, new_scaling
 from autoamp.training.scale import resolve_loss_scale

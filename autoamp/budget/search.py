@@ -18,6 +18,7 @@ from itertools import pairwise
 from autoamp.analyse.facts import FP32
 from autoamp.budget.sensitivity import Squares, edges_of
 from autoamp.options import Options
+from autoamp.pipeline.run import placed_again
 from autoamp.place.assign import Chosen, OpKey, keys_of, legal_energy
 from autoamp.place.cost import UNIT_NS, as_authors_ask, price_graph
 from autoamp.place.mincut import Again
@@ -200,9 +201,9 @@ def scene_of(
 
 def _without_ceiling(record: Rewritten, options: Options) -> Rewritten:
     """The record of the same graph, in which the ceiling pins no op."""
-    assert record.again is not None
     chosen = Chosen(frozenset(), frozenset(), below_ceiling=True)
-    return record.again(dataclasses.replace(options, chosen=chosen), record.given_up)
+    options = dataclasses.replace(options, chosen=chosen)
+    return placed_again(record, options, record.given_up)
 
 
 def _part(

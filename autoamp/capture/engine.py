@@ -38,9 +38,9 @@ from autoamp.node_by_node.runner import runs_every_op
 from autoamp.options import Options
 from autoamp.pipeline.prepared import Prepared
 from autoamp.pipeline.run import as_it_is, prepare
-from autoamp.pipeline.work import Setting
 from autoamp.place.cost import PriceModel
 from autoamp.place.devices import Device
+from autoamp.rewrite.rewritten import Setting
 from autoamp.trace.meshes import DTENSORS, NESTED, kind_of_tensors
 from autoamp.training.ledger.buffers import Written
 from autoamp.weights.copies import WeightCopies

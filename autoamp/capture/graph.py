@@ -24,8 +24,7 @@ from autoamp.node_by_node.runner import Runner
 from autoamp.overflow.recorder import Recorder
 from autoamp.overflow.skip_watch import SkipWatch
 from autoamp.pipeline.prepared import Prepared
-from autoamp.rewrite.edge.scale_edge import Edge
-from autoamp.rewrite.rewritten import Rewritten
+from autoamp.rewrite.rewritten import Edge, Rewritten
 from autoamp.training.before_run import inputs_of_run
 from autoamp.training.ledger.backwards import watch
 from autoamp.training.ledger.buffers import Written

@@ -12,6 +12,7 @@ from autoamp.analyse.verdict import GAVE_UP
 from autoamp.errors import PlacementError
 from autoamp.inspect.rows import allow_in_fp32
 from autoamp.pass_options import PassOptions
+from autoamp.pipeline.run import placed_again
 from autoamp.place.mincut import Again
 from autoamp.place.problem import contradiction_of, held, promised_casts
 from autoamp.place.two_sides import Group
@@ -184,12 +185,10 @@ class Remedy:
 def remedy_for(rewritten: Rewritten, name: str) -> Remedy | None:
     """The fewest options under which fp32 node `name` is low, or None; tries them."""
     verdicts, given = rewritten.classified.verdicts, rewritten.options
-    if rewritten.again is None or given is None:
-        return None
     given_up = {n: v.reason for n, v in verdicts.items() if v.origin == GAVE_UP}
     for changes, words in candidates(rewritten, name):
         try:
-            found = rewritten.again(given.replace(**changes), given_up)
+            found = placed_again(rewritten, given.replace(**changes), given_up)
         except Exception:  # noqa: BLE001, S112  # options that fail are no remedy
             continue
         low = found.assignment.low

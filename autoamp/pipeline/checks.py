@@ -18,15 +18,15 @@ from autoamp.check.standin import where
 from autoamp.check.strides import check_strides
 from autoamp.check.verify import Verifier
 from autoamp.errors import VerificationError
-from autoamp.pipeline.work import Work
 from autoamp.place.layouts import FORMATS
 from autoamp.place.problem import promised_casts
+from autoamp.rewrite.rewritten import Rewritten
 
 
-def differs_only(may: May) -> Callable[[Checks, Work, Work], None]:
+def differs_only(may: May) -> Callable[[Checks, Rewritten, Rewritten], None]:
     """The check of a pass that makes the changes of one row, and no others."""
 
-    def check(_: Checks, was: Work, now: Work) -> None:
+    def check(_: Checks, was: Rewritten, now: Rewritten) -> None:
         if now.gm is not was.gm:
             differences(was.gm, now.gm, may)
 
@@ -36,7 +36,7 @@ def differs_only(may: May) -> Callable[[Checks, Work, Work], None]:
 class Checks:
     """The checks of one run of the passes, which share their findings.
 
-    Each method is given the work before and after a pass, and raises
+    Each method is given the record before and after a pass, and raises
     `VerificationError` where the pass broke its word.
     """
 
@@ -48,17 +48,15 @@ class Checks:
             self._verifier = Verifier(before)
         return self._verifier
 
-    def replaced(self, was: Work, now: Work) -> None:
+    def replaced(self, was: Rewritten, now: Rewritten) -> None:
         """Calls were replaced by calls that give the same numbers, and nothing else."""
         if now.gm is was.gm:
             return
         found = differences(was.gm, now.gm, changes.KERNELS)
         check_alike(found, every=was.options.strict)
 
-    def recounted(self, was: Work, now: Work) -> None:
+    def recounted(self, was: Rewritten, now: Rewritten) -> None:
         """The casts and ops of the emitted graph cost what the placement promised."""
-        assert was.prices is not None
-        assert was.assignment is not None
         verifier = self._verifier_of(was.gm)
         prices, assignment = was.prices, was.assignment
         counted = verifier.recount(now.gm, prices.ops, prices.down, prices.up)
@@ -71,16 +69,14 @@ class Checks:
                 nodes=verifier.not_as_promised(now.gm, low, casts),
             )
 
-    def same_program(self, was: Work, now: Work) -> None:
+    def same_program(self, was: Rewritten, now: Rewritten) -> None:
         """The emitted graph is the program of the graph before, but for its casts."""
-        assert was.before is not None
-        assert was.classified is not None
         pinned = was.classified.pinned
         self._verifier_of(was.before).verify(
             now.gm, pinned, pinned - was.classified.promoted
         )
 
-    def hoisted(self, was: Work, now: Work) -> None:
+    def hoisted(self, was: Rewritten, now: Rewritten) -> None:
         """Casts of weights became inputs or constants of the graph; all else stayed."""
         given = _inputs(was.gm)
         extra = _inputs(now.gm)[len(given) :]
@@ -88,7 +84,7 @@ class Checks:
         copies = dict(zip(extra, weights, strict=True))
         differences(was.gm, now.gm, changes.hoisted(copies))
 
-    def edge(self, was: Work, now: Work) -> None:
+    def edge(self, was: Rewritten, now: Rewritten) -> None:
         """Only gradients changed, and their units agree."""
         if now.gm is was.gm:
             return
@@ -99,7 +95,7 @@ class Checks:
         check_scales(now.gm, extra)
         check_units(now.gm)
 
-    def laid_out(self, was: Work, now: Work) -> None:
+    def laid_out(self, was: Rewritten, now: Rewritten) -> None:
         """Only copies in another layout were added; every result lies as it did."""
         if now.gm is was.gm:
             return
@@ -110,7 +106,7 @@ class Checks:
         last = {name for name, layout in pairs if layout in FORMATS.values()}
         check_strides(now.gm, last, FORMATS)
 
-    def on_meshes(self, was: Work, now: Work) -> None:
+    def on_meshes(self, was: Rewritten, now: Rewritten) -> None:
         """Torch's calls on DTensors are back where the model makes them."""
         differences(was.gm, now.gm, changes.ON_MESHES)
         for node in (n for gm in _graphs(now.gm) for n in gm.graph.nodes):
@@ -120,13 +116,13 @@ class Checks:
                     nodes=[node.name],
                 )
 
-    def bound(self, was: Work, now: Work) -> None:
+    def bound(self, was: Rewritten, now: Rewritten) -> None:
         """The code calls functions that call the graph's ops, on the same operands."""
         if now.code is not None:
             differences(was.gm, now.code, changes.BINDINGS)
             check_same_calls(was.gm, now.code)
 
-    def for_compilers(self, was: Work, now: Work) -> None:
+    def for_compilers(self, was: Rewritten, now: Rewritten) -> None:
         """Functions were exchanged for their forms for compilers, and no others."""
         if now.code is was.code or now.code is was.gm:
             return

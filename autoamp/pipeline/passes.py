@@ -21,6 +21,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.classify import classify
 from autoamp.analyse.facts import collect_facts
+from autoamp.calibrate.speeds import device_for
 from autoamp.check import changes
 from autoamp.kernels.attention import attention_at, leave_out
 from autoamp.kernels.functions.attention import attention, traced_attention
@@ -31,10 +32,9 @@ from autoamp.kernels.table import ATTENTION_BACKWARD, CHANNELS_LAST, ROTARY, TOG
 from autoamp.pass_options import PassOptions
 from autoamp.pipeline.checks import Checks, differs_only
 from autoamp.pipeline.retreat import LeaveOut
-from autoamp.pipeline.work import Work
 from autoamp.place.assign import assign
 from autoamp.place.cost import PriceModel, as_authors_ask, price_graph
-from autoamp.place.devices import main_device
+from autoamp.place.devices import Device, device_with, main_device
 from autoamp.place.layouts import FORMATS, choose_layouts, convolved
 from autoamp.rewrite.bindings import with_bindings
 from autoamp.rewrite.casts import insert_casts
@@ -48,6 +48,7 @@ from autoamp.rewrite.meshes import (
     with_low_gathers,
     with_mesh_calls,
 )
+from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rewrite.together import with_uses_together
 from autoamp.rewrite.unbind import with_unbind
 
@@ -61,82 +62,67 @@ class Phase(enum.IntEnum):
     PREPARE = 4
 
 
-class Retreat(enum.Enum):
-    """What happens where a pass or its check fails.
-
-    Attributes:
-        RAISE: the graph stays fp32.
-        REPLAN: the nodes that the error names stay fp32; the passes that decide and
-            write run again.
-        SPARE: the pass runs again and leaves the nodes that the error names as they
-            are; in the end the pass is left out.
-    """
-
-    RAISE = "raise"
-    REPLAN = "replan"
-    SPARE = "spare"
-
-
 @dataclass(frozen=True)
 class Pass:
     """One entry of the list.
 
     Attributes:
-        name: the name, as in times and notes.
+        run: makes a new record of a record, which stays as it is; its docstring says
+            what holds after the pass.
         phase: the part of the list.
-        run: makes a new `Work` of a `Work`, which stays as it is.
-        guarantees: what holds after the pass, in one line.
         check: raises where the pass broke its word; given the checks of this run, and
-            the work before and after.  A pass that edits no graph has none.
-        retreat: what happens where the pass or its check fails.
-        without: the report's words about a graph that goes without the pass.
+            the records before and after.  A pass that edits no graph has none.
+        without: the report's words about a graph that goes without the pass.  Where the
+            pass or its check fails, the pass runs again and leaves the nodes that the
+            error names as they are; in the end it is left out.  A graph cannot go
+            without a pass that has no such words: there the nodes stay fp32, and the
+            passes that decide and write run again.
         needs_memory: whether the pass puts functions in that read the memory of their
             operands, and so leaves all calls on DTensors.
     """
 
-    name: str
+    run: Callable[[Rewritten], Rewritten]
     phase: Phase
-    run: Callable[[Work], Work]
-    guarantees: str
-    check: Callable[[Checks, Work, Work], None] | None = None
-    retreat: Retreat = Retreat.RAISE
+    check: Callable[[Checks, Rewritten, Rewritten], None] | None = None
     without: str = ""
     needs_memory: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name, as in times and notes."""
+        return self.run.__name__.strip("_").replace("_", " ")
 
 
 # -- the passes ----------------------------------------------------------------------
 
 
-def _kernels(work: Work) -> Work:
-    plan = work.plan
-    left_out = leave_out(work.device, plan.options, own_ops=plan.setting.own_ops)
-    found = fuse(
-        work.normalised,
-        plan.options,
-        plan.low,
-        work.device_type,
-        left_out,
-        work.left,
-    )
-    if found is None:
-        return work
-    return replace(work, gm=found.gm, fused=True)
+def _kernels(work: Rewritten) -> Rewritten:
+    """Each chain that torch has a kernel for is one call of the kernel."""
+    options, setting, device = work.options, work.setting, device_of(work)
+    left_out = leave_out(device, options, own_ops=setting.own_ops)
+    on = _device_type(work)
+    found = fuse(work.normalised, options, work.low, on, left_out, work.left)
+    return work if found is None else replace(work, gm=found.gm, fused=True)
 
 
-def _calls_once(work: Work) -> Work:
+def _calls_once(work: Rewritten) -> Rewritten:
+    """A value is handed to the mesh once, however many readers it has there."""
     return replace(work, gm=with_calls_once(work.gm, work.left))
 
 
-def _facts(work: Work) -> Work:
-    facts = collect_facts(work.gm, work.plan.low, work.device_type)
-    facts = replace(facts, own_kernels=work.plan.setting.own_kernels)
+def _facts(work: Rewritten) -> Rewritten:
+    """Dtypes, aliases, writes, regions and modules of every node are known."""
+    facts = collect_facts(work.gm, work.low, _device_type(work))
+    facts = replace(facts, own_kernels=work.setting.own_kernels)
     return replace(work, facts=facts, before=work.gm)
 
 
-def _classify(work: Work) -> Work:
-    options, low = work.options, work.plan.low
-    assert work.facts is not None
+def _classify(work: Rewritten) -> Rewritten:
+    """Every op has a category with a reason, or is pinned to fp32 with a reason."""
+    options, low = work.options, work.low
     rules = options.resolve_rules(low)
+    # A budget for error may let ops be low that type promotion leaves fp32.
+    is_below = options.chosen is not None and options.chosen.below_ceiling
     classified = classify(
         work.gm,
         work.facts,
@@ -145,21 +131,16 @@ def _classify(work: Work) -> Work:
         (*options.kept, *rules.keep),
         kept=options.kept,
         given_up=work.given_up,
-        ceiling=options.placement != "tensorflow" and not _is_below(options),
+        ceiling=options.placement != "tensorflow" and not is_below,
         to_the_letter=options.is_tensorflows,
     )
-    return replace(work, classified=classified)
+    return replace(work, classified=classified, facts=classified.facts)
 
 
-def _is_below(options: PassOptions) -> bool:
-    """Whether a budget for error lets ops be low that type promotion leaves fp32."""
-    return options.chosen is not None and options.chosen.below_ceiling
-
-
-def _price(work: Work) -> Work:
-    setting = work.plan.setting
-    assert work.classified is not None
-    price: PriceModel = setting.price or partial(price_graph, device=work.device)
+def _price(work: Rewritten) -> Rewritten:
+    """Every op has a price in each precision, and every cast has one."""
+    setting = work.setting
+    price: PriceModel = setting.price or partial(price_graph, device=device_of(work))
     prices = price(
         work.gm,
         work.classified,
@@ -170,9 +151,8 @@ def _price(work: Work) -> Work:
     return replace(work, prices=as_authors_ask(prices, work.classified))
 
 
-def _place(work: Work) -> Work:
-    assert work.classified is not None
-    assert work.prices is not None
+def _place(work: Rewritten) -> Rewritten:
+    """No other placement that the rules allow costs less."""
     options = work.options
     found = assign(work.classified, work.prices, options.placement, options.chosen)
     if work.fused and not found.low:
@@ -180,84 +160,81 @@ def _place(work: Work) -> Work:
     return replace(work, assignment=found)
 
 
-def _casts(work: Work) -> Work:
-    assert work.classified is not None
-    assert work.assignment is not None
-    assert work.fake_mode is not None
+def _casts(work: Rewritten) -> Rewritten:
+    """Every op reads the precision decided, and casts cost what was planned."""
     after, casts = insert_casts(
-        work.gm, work.classified, work.assignment, work.plan.low, work.fake_mode
+        work.gm, work.classified, work.assignment, work.low, work.fake_mode
     )
     return replace(work, gm=after, casts=tuple(casts))
 
 
-def _clean_up(work: Work) -> Work:
+def _clean_up(work: Rewritten) -> Rewritten:
+    """The graph is the same program but for casts, and no node does nothing."""
     return replace(work, gm=clean_up(work.gm))
 
 
-def _hoist(work: Work) -> Work:
-    assert work.rewritten is not None
-    hoisted = hoist_weight_casts(work.rewritten, work.left)
+def _hoist(work: Rewritten) -> Rewritten:
+    """Low copies of weights are inputs, and their gradients are summed in fp32."""
+    hoisted = hoist_weight_casts(work, work.left)
     return replace(work, gm=hoisted.gm, weights=tuple(hoisted.weights))
 
 
-def _gathers(work: Work) -> Work:
+def _gathers(work: Rewritten) -> Rewritten:
+    """DTensors that are read low are gathered low; their gradients sum up in fp32."""
     if not _is_eager(work.options):
         return work
-    return replace(work, gm=with_low_gathers(work.gm, work.plan.low, work.left))
+    return replace(work, gm=with_low_gathers(work.gm, work.low, work.left))
 
 
-def _edge(work: Work) -> Work:
-    if not work.plan.scaled:
+def _edge(work: Rewritten) -> Rewritten:
+    """Each gradient is scaled once on its way in, and unscaled once on its way out."""
+    if not work.setting.scaled:
         return work
-    assert work.rewritten is not None
-    gm, edge = scale_edge(work.gm, work.rewritten)
+    gm, edge = scale_edge(work.gm, work)
     return replace(work, gm=gm, edge=edge)
 
 
-def _attention(work: Work) -> Work:
-    if not _may_replace(work, ATTENTION_BACKWARD):
+def _attention(work: Rewritten) -> Rewritten:
+    """Attention in 16 bits on CPUs has a backward that computes in fp32."""
+    if not _may_replace(work, ATTENTION_BACKWARD) or not takes_our_ops(work.options):
         return work
     own = attention if _is_eager(work.options) else traced_attention
-    if not takes_our_ops(work.options):
-        return work
-    choose = partial(attention_at, own=own)
-    return replace(work, gm=_with_targets(work, choose))
+    return _with_targets(work, partial(attention_at, own=own))
 
 
-def _softmax(work: Work) -> Work:
-    if not _may_replace(work):
-        return work
-    return replace(work, gm=_with_targets(work, softmax_at))
+def _softmax(work: Rewritten) -> Rewritten:
+    """A softmax that stands for a chain has gradients as true as the chain's."""
+    return _with_targets(work, softmax_at) if _may_replace(work) else work
 
 
-def _norms(work: Work) -> Work:
-    if not _may_replace(work) or not _is_eager(work.options):
-        return work
-    return replace(work, gm=_with_targets(work, norm_at))
+def _norms(work: Rewritten) -> Rewritten:
+    """Low norms on CPUs compute in fp32, and sum their gradients in fp32."""
+    return _with_targets(work, norm_at) if _may_replace_eagerly(work) else work
 
 
-def _rotary(work: Work) -> Work:
-    if not _may_replace(work, ROTARY) or not _is_eager(work.options):
+def _rotary(work: Rewritten) -> Rewritten:
+    """A rotary embedding is one call."""
+    if not _may_replace_eagerly(work, ROTARY):
         return work
     return replace(work, gm=with_rotary(work.gm, work.left))
 
 
-def _unbind(work: Work) -> Work:
-    if not _may_replace(work) or not _is_eager(work.options):
+def _unbind(work: Rewritten) -> Rewritten:
+    """Selects that together show a whole tensor have one gradient."""
+    if not _may_replace_eagerly(work):
         return work
-    assert work.facts is not None
     return replace(work, gm=with_unbind(work.gm, work.facts, work.left))
 
 
-def _layouts(work: Work) -> Work:
+def _layouts(work: Rewritten) -> Rewritten:
+    """Convolutions read channels last where that is faster; results lie as before."""
     if not _may_replace(work, CHANNELS_LAST):
         return work
     copies = copies_of(work)
     if _is_eager(work.options):
-        assert work.facts is not None
         weights = [*copies, *folded_in(work.gm)]
         layouts = choose_layouts(
-            work.gm.graph, weights, work.device, work.facts.nodes, work.left
+            work.gm.graph, weights, device_of(work), work.facts.nodes, work.left
         )
         if layouts is None:
             return work
@@ -279,182 +256,153 @@ def _layouts(work: Work) -> Work:
     return replace(work, gm=gm, layouts=formats)
 
 
-def _together(work: Work) -> Work:
-    if not _may_replace(work, TOGETHER) or not _is_eager(work.options):
-        return work
-    if not work.device.starts_kernels:
+def _together(work: Rewritten) -> Rewritten:
+    """On GPUs the gradients of several weights are cast by one kernel."""
+    if not _may_replace_eagerly(work, TOGETHER) or not device_of(work).starts_kernels:
         return work
     return replace(work, gm=with_uses_together(work.gm, work.left))
 
 
-def _meshes(work: Work) -> Work:
+def _meshes(work: Rewritten) -> Rewritten:
+    """A graph that computes on DTensors makes the model's own calls on the mesh."""
     return replace(work, gm=with_mesh_calls(work.gm))
 
 
-def _bindings(work: Work) -> Work:
-    if not _is_eager(work.options) or not work.plan.setting.makes_code:
+def _bindings(work: Rewritten) -> Rewritten:
+    """The code that runs calls torch's functions, which call the graph's ops."""
+    if not _is_eager(work.options) or not work.setting.makes_code:
         return work
     return replace(work, code=with_bindings(work.gm, work.left))
 
 
-def _compilers(work: Work) -> Work:
+def _for_compilers(work: Rewritten) -> Rewritten:
+    """A compiler gets a graph that AOT autograd can trace and differentiate."""
     if _is_eager(work.options):
         return work
     inductor = compat.is_inductor(work.options.backend)
     return replace(work, code=for_compilers(work.gm, work.left, inductor=inductor))
 
 
-PASSES: tuple[Pass, ...] = (
+_SEE, _DECIDE, _WRITE, _PREPARE = Phase
+
+PASSES = (
     Pass(
-        *("kernels", Phase.SEE, _kernels),
-        "each chain that torch has a kernel for is one call of the kernel",
+        _kernels,
+        _SEE,
         Checks.replaced,
-        Retreat.SPARE,
-        "chains of calls stay as they are written",
+        without="chains of calls stay as they are written",
         needs_memory=True,
     ),
     Pass(
-        *("calls once", Phase.SEE, _calls_once),
-        "a value is handed to the mesh once, however many readers it has there",
+        _calls_once,
+        _SEE,
         differs_only(changes.MADE_ONCE),
-        Retreat.SPARE,
-        "values are handed to the mesh for each reader",
+        without="values are handed to the mesh for each reader",
     ),
+    Pass(_facts, _SEE),
+    Pass(_classify, _DECIDE),
+    Pass(_price, _DECIDE),
+    Pass(_place, _DECIDE),
+    Pass(_casts, _WRITE, Checks.recounted),
+    Pass(_clean_up, _WRITE, Checks.same_program),
     Pass(
-        *("facts", Phase.SEE, _facts),
-        "dtypes, aliases, writes, regions and modules of every node are known",
-    ),
-    Pass(
-        *("classify", Phase.DECIDE, _classify),
-        "every op has a category with a reason, or is pinned to fp32 with a reason",
-        retreat=Retreat.REPLAN,
-    ),
-    Pass(
-        *("price", Phase.DECIDE, _price),
-        "every op has a price in each precision, and every cast has one",
-        retreat=Retreat.REPLAN,
-    ),
-    Pass(
-        *("place", Phase.DECIDE, _place),
-        "no other placement that the rules allow costs less",
-        retreat=Retreat.REPLAN,
-    ),
-    Pass(
-        *("casts", Phase.WRITE, _casts),
-        "every op reads the precision decided, and casts cost what was planned",
-        Checks.recounted,
-        Retreat.REPLAN,
-    ),
-    Pass(
-        *("clean up", Phase.WRITE, _clean_up),
-        "the graph is the same program but for casts, and no node does nothing",
-        Checks.same_program,
-        Retreat.REPLAN,
-    ),
-    Pass(
-        *("hoist", Phase.PREPARE, _hoist),
-        "low copies of weights are inputs, and their gradients are summed in fp32",
+        _hoist,
+        _PREPARE,
         Checks.hoisted,
-        Retreat.SPARE,
-        "its weights are cast at every call",
+        without="its weights are cast at every call",
     ),
     Pass(
-        *("gathers", Phase.PREPARE, _gathers),
-        "DTensors that are read low are gathered low; their gradients sum up in fp32",
+        _gathers,
+        _PREPARE,
         differs_only(changes.GATHERS),
-        Retreat.SPARE,
-        "DTensors are gathered in fp32 and cast then",
+        without="DTensors are gathered in fp32 and cast then",
     ),
+    Pass(_edge, _PREPARE, Checks.edge),
     Pass(
-        *("edge", Phase.PREPARE, _edge),
-        "each gradient is scaled once on its way in, and unscaled once on its way out",
-        Checks.edge,
-        Retreat.REPLAN,
-    ),
-    Pass(
-        *("attention", Phase.PREPARE, _attention),
-        "attention in 16 bits on CPUs has a backward that computes in fp32",
+        _attention,
+        _PREPARE,
         Checks.replaced,
-        Retreat.SPARE,
-        "its attention has torch's backward",
+        without="its attention has torch's backward",
         needs_memory=True,
     ),
     Pass(
-        *("softmax", Phase.PREPARE, _softmax),
-        "a softmax that stands for a chain has gradients as true as the chain's",
+        _softmax,
+        _PREPARE,
         Checks.replaced,
-        Retreat.SPARE,
-        "its softmax has torch's backward",
+        without="its softmax has torch's backward",
         needs_memory=True,
     ),
     Pass(
-        *("norms", Phase.PREPARE, _norms),
-        "low norms on CPUs compute in fp32, and sum their gradients in fp32",
+        _norms,
+        _PREPARE,
         Checks.replaced,
-        Retreat.SPARE,
-        "its norms are torch's",
+        without="its norms are torch's",
         needs_memory=True,
     ),
     Pass(
-        *("rotary", Phase.PREPARE, _rotary),
-        "a rotary embedding is one call",
+        _rotary,
+        _PREPARE,
         Checks.replaced,
-        Retreat.SPARE,
-        "its rotary embeddings stay as they are written",
+        without="its rotary embeddings stay as they are written",
         needs_memory=True,
     ),
     Pass(
-        *("unbind", Phase.PREPARE, _unbind),
-        "selects that together show a whole tensor have one gradient",
+        _unbind,
+        _PREPARE,
         Checks.replaced,
-        Retreat.SPARE,
-        "each of its selects has a gradient as large as the whole tensor",
+        without="each of its selects has a gradient as large as the whole tensor",
         needs_memory=True,
     ),
     Pass(
-        *("layouts", Phase.PREPARE, _layouts),
-        "convolutions read channels last where that is faster; results lie as before",
+        _layouts,
+        _PREPARE,
         Checks.laid_out,
-        Retreat.SPARE,
-        "its convolutions read the layout they are given",
+        without="its convolutions read the layout they are given",
         needs_memory=True,
     ),
     Pass(
-        *("together", Phase.PREPARE, _together),
-        "on GPUs the gradients of several weights are cast by one kernel",
+        _together,
+        _PREPARE,
         differs_only(changes.TOGETHER),
-        Retreat.SPARE,
-        "the gradient of each of its weights is cast by itself",
+        without="the gradient of each of its weights is cast by itself",
         needs_memory=True,
     ),
+    Pass(_meshes, _PREPARE, Checks.on_meshes),
     Pass(
-        *("meshes", Phase.PREPARE, _meshes),
-        "a graph that computes on DTensors makes the model's own calls on the mesh",
-        Checks.on_meshes,
-        Retreat.REPLAN,
-    ),
-    Pass(
-        *("bindings", Phase.PREPARE, _bindings),
-        "the code that runs calls torch's functions, which call the graph's ops",
+        _bindings,
+        _PREPARE,
         Checks.bound,
-        Retreat.SPARE,
-        "its code calls each op by the dispatcher",
+        without="its code calls each op by the dispatcher",
     ),
     Pass(
-        *("for compilers", Phase.PREPARE, _compilers),
-        "a compiler gets a graph that AOT autograd can trace and differentiate",
+        _for_compilers,
+        _PREPARE,
         Checks.for_compilers,
-        Retreat.SPARE,
-        "the compiler gets the graph in another form",
+        without="the compiler gets the graph in another form",
     ),
 )
 """Every pass, in the order in which they run.  `normalise` and the rewriting of bodies
 come before the list, since each makes the graphs that the list runs on."""
 
 
-def copies_of(work: Work) -> list[fx.Node]:
+def device_of(work: Rewritten) -> Device:
+    """The device that the graph is to run on."""
+    setting, here = work.setting, main_device(work.gm)
+    return (
+        setting.device
+        or device_with(setting.recorded, here.type, work.low)
+        or device_for(here, work.low, calibrate=work.options.calibrate)
+    )
+
+
+def _device_type(work: Rewritten) -> str | None:
+    """The type of the device that was asked for; None for the graph's own."""
+    device = work.setting.device
+    return None if device is None else device.type
+
+
+def copies_of(work: Rewritten) -> list[fx.Node]:
     """The inputs of the graph that are low copies of weights."""
-    assert work.before is not None
     given = len(work.before.graph.find_nodes(op="placeholder"))
     inputs = work.gm.graph.find_nodes(op="placeholder")
     return inputs[given : given + len(work.weights)]
@@ -469,7 +417,7 @@ def _is_eager(options: PassOptions) -> bool:
     return options.backend == "eager"
 
 
-def _may_replace(work: Work, kernel: str | None = None) -> bool:
+def _may_replace(work: Rewritten, kernel: str | None = None) -> bool:
     """Whether functions of autoamp's may come into a graph, of a kernel that is on."""
     assert work.rewritten is not None
     if not work.options.fuse or not work.rewritten.sums.low:
@@ -477,8 +425,12 @@ def _may_replace(work: Work, kernel: str | None = None) -> bool:
     return kernel not in work.options.kernels_off
 
 
-def _with_targets(work: Work, choose: Callable[[fx.Node], Any]) -> fx.GraphModule:
+def _may_replace_eagerly(work: Rewritten, kernel: str | None = None) -> bool:
+    return _is_eager(work.options) and _may_replace(work, kernel)
+
+
+def _with_targets(work: Rewritten, choose: Callable[[fx.Node], Any]) -> Rewritten:
     def chosen(node: fx.Node) -> Any:
         return node.target if node.name in work.left else choose(node)
 
-    return with_targets(work.gm, chosen)
+    return replace(work, gm=with_targets(work.gm, chosen))

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoamp.rewrite.edge.scale_edge import Edge
-from autoamp.rewrite.rewritten import Rewritten
+from autoamp.rewrite.rewritten import Edge, Rewritten
 
 
 @dataclass(eq=False)

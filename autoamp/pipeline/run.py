@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,21 +20,14 @@ from autoamp.errors import CaptureError
 from autoamp.graph_functions import checkpoint_as_python_does
 from autoamp.pass_options import PassOptions
 from autoamp.pipeline.checks import Checks
-from autoamp.pipeline.passes import (
-    PASSES,
-    Pass,
-    Phase,
-    Retreat,
-    takes_our_ops,
-)
+from autoamp.pipeline.passes import PASSES, Pass, Phase, takes_our_ops
 from autoamp.pipeline.prepared import Prepared
 from autoamp.pipeline.retreat import RETRIES, LeaveOut, kept_for, wider
-from autoamp.pipeline.work import Plan, Setting, Work
 from autoamp.printable import printable_line
 from autoamp.rewrite.edge.scale_edge import scale_inputs
 from autoamp.rewrite.for_compilers import casts_to_read, note_casts
 from autoamp.rewrite.hoist_weight_casts import read_wide
-from autoamp.rewrite.rewritten import Rewritten
+from autoamp.rewrite.rewritten import Rewritten, Setting
 from autoamp.trace.control_flow import BODY_LEFT, BODY_RECORDS, LOWERED_BODY
 from autoamp.trace.meshes import ON_MESH
 from autoamp.trace.normalise import UNTRACED, Normalised, normalise
@@ -72,10 +64,28 @@ def rewrite_normalised(
     seconds: dict[str, float],
 ) -> Rewritten:
     """As `rewrite_graph`, of an ATen graph; adds the times to `seconds`."""
-    plan = Plan(options, low, setting)
-    found = _run(_begun(normalised, plan, seconds), Phase.WRITE).rewritten
-    assert found is not None
-    return found
+    begun = _begun(normalised, options, low, setting, seconds)
+    return _settled(_run(begun, Phase.WRITE))
+
+
+def placed_again(
+    rewritten: Rewritten, options: PassOptions, given_up: Mapping[str, str]
+) -> Rewritten:
+    """The record of the same graph under other options, without any retreat.
+
+    Args:
+        given_up: the nodes to keep fp32, each to the reason.
+    """
+    begun = replace(
+        rewritten,
+        options=options,
+        gm=rewritten.before,
+        given_up=dict(given_up),
+        fused=False,
+        seconds={},
+    )
+    chosen = [p for p in PASSES if p.phase in (Phase.DECIDE, Phase.WRITE)]
+    return _settled(_run(begun, Phase.WRITE, chosen, retries=0))
 
 
 def prepare(
@@ -105,12 +115,13 @@ def prepare(
         free_weights=True,
         own_kernels=eager and options.fuse,
         own_ops=takes_our_ops(options),
+        scaled=scaled,
     )
     seconds: dict[str, float] = {}
     with _timed(seconds, "normalise"):
         normalised = normalise(gm, inputs)
-    work = _begun(normalised, Plan(options, low, setting, scaled), seconds)
-    work = _run(work, Phase.PREPARE)
+    begun = _begun(normalised, options, low, setting, seconds)
+    work = _run(begun, Phase.PREPARE)
     assert work.rewritten is not None
     code = work.code or work.gm
     if not eager:
@@ -141,7 +152,9 @@ def as_it_is(
     return Prepared(None, gm, run, problem)
 
 
-def _compiled(work: Work, code: fx.GraphModule, given: list[Any]) -> Callable[..., Any]:
+def _compiled(
+    work: Rewritten, code: fx.GraphModule, given: list[Any]
+) -> Callable[..., Any]:
     """The function that a compiler makes of a graph; what inductor does is noted."""
     options = work.options
     if not compat.is_inductor(options.backend):
@@ -158,40 +171,39 @@ def _compiled(work: Work, code: fx.GraphModule, given: list[Any]) -> Callable[..
 
 
 def _run(
-    work: Work,
+    work: Rewritten,
     last: Phase,
     passes: Sequence[Pass] = PASSES,
     retries: int = RETRIES,
-) -> Work:
-    """Runs the passes up to phase `last`, and retreats as each pass says.
+) -> Rewritten:
+    """Runs the passes up to phase `last`, and retreats where a pass or its check fails.
 
-    A failed pass that says REPLAN has the nodes that its error names kept in fp32, and
-    the list goes on at the first pass that decides.
+    Where the graph cannot go without the pass, the nodes that the error names are kept
+    in fp32, and the list goes on at the first pass that decides.
     """
     wanted = [each for each in passes if each.phase <= last]
-    started: dict[str, Work] = {}
+    started: dict[int, Rewritten] = {}
     left_out: set[str] = set()
     checks, at, failures = Checks(), 0, 0
     deciding = (i for i, each in enumerate(wanted) if each.phase is Phase.DECIDE)
     first = next(deciding, len(wanted))
     while at < len(wanted):
         each = wanted[at]
-        started[each.name] = work
+        if each.phase is Phase.PREPARE and work.rewritten is None:
+            work = replace(work, rewritten=_settled(work))
+        started[at] = work
         try:
-            if each.phase is Phase.PREPARE and work.rewritten is None:
-                work = replace(work, rewritten=_rewritten(work))
             if each.name not in left_out:
                 work = _passed(each, work, checks)
             at += 1
         except LeaveOut as told:
             left_out.add(told.name)
             at = next(i for i, p in enumerate(wanted) if p.name == told.name)
-            work = started[told.name]
+            work = started[at]
         except Exception as error:
-            again = started.get(wanted[first].name) if first < len(wanted) else None
-            if each.retreat is not Retreat.REPLAN or again is None:
+            if each.without or at < first:
                 raise
-            assert again.before is not None
+            again = started[first]
             fresh = wider(error, again.before.graph, again.given_up)
             failures += 1
             if work.options.strict or failures > retries or not fresh:
@@ -199,13 +211,11 @@ def _run(
             kept = dict.fromkeys(fresh, kept_for(error))
             work = replace(again, given_up={**again.given_up, **kept})
             at = first
-    if work.rewritten is None and work.assignment is not None:
-        work = replace(work, rewritten=_rewritten(work))
     return work
 
 
-def _passed(each: Pass, work: Work, checks: Checks) -> Work:
-    """The work after one pass and its check; the pass spares the nodes named by it."""
+def _passed(each: Pass, work: Rewritten, checks: Checks) -> Rewritten:
+    """The record after one pass and its check, which names the nodes to be spared."""
     left: tuple[str, ...] = ()
     if each.needs_memory:
         left = tuple(n.name for n in work.gm.graph.nodes if ON_MESH in n.meta)
@@ -214,14 +224,14 @@ def _passed(each: Pass, work: Work, checks: Checks) -> Work:
         try:
             with _timed(work.seconds, each.name):
                 now = each.run(replace(work, left=frozenset(left)))
-            if each.check is not None and now is not work:
+            if each.check is not None:
                 with _timed(work.seconds, f"check of {each.name}"):
                     each.check(checks, work, now)
             break
         except LeaveOut:
             raise
         except Exception as error:
-            if each.retreat is not Retreat.SPARE or work.options.strict:
+            if not each.without or work.options.strict:
                 raise
             problem = error
             fresh = wider(error, work.gm.graph, left)
@@ -236,61 +246,40 @@ def _passed(each: Pass, work: Work, checks: Checks) -> Work:
     return replace(now, left=frozenset(), notes=notes)
 
 
-def _rewritten(work: Work) -> Rewritten:
-    """The record of all that the passes found, decided and wrote."""
-    assert work.before is not None
-    assert work.classified is not None
-    assert work.assignment is not None
-    left = {
+def _settled(work: Rewritten) -> Rewritten:
+    """The record for reports, once the casts are in: it names all that stays fp32."""
+    untraced = {
         name: kept_for(CaptureError(f"tracing to ATen failed at {name}: {why}"))
         for name, why in work.before.meta.get(UNTRACED, {}).items()
     }
+    given_up = {**work.left_as_they_are, **untraced, **work.given_up}
+    return replace(work, given_up=given_up)
+
+
+def _begun(
+    normalised: Normalised,
+    options: PassOptions,
+    low: torch.dtype,
+    setting: Setting,
+    seconds: dict[str, float],
+) -> Rewritten:
+    """The record of a graph whose sub-graphs have been rewritten already."""
+
+    def inner(body: Normalised) -> Rewritten:
+        return rewrite_normalised(body, options, low, setting, seconds={})
+
+    bodies, left = _rewrite_bodies(normalised, inner, strict=options.strict)
     return Rewritten(
-        gm=work.gm,
-        before=work.before,
-        classified=work.classified,
-        assignment=work.assignment,
-        casts=work.casts,
-        low=work.plan.low,
-        seconds=work.seconds,
-        given_up={**work.left_as_they_are, **left, **work.given_up},
-        bodies=work.bodies,
-        options=work.options,
-        fake_mode=work.fake_mode,
-        again=partial(
-            _again, replace(work, gm=work.before, rewritten=None, fused=False)
-        ),
-    )
-
-
-def _again(work: Work, options: PassOptions, given_up: Mapping[str, str]) -> Rewritten:
-    """The record of the same graph under other options, without any retreat."""
-    plan = replace(work.plan, options=options)
-    chosen = [p for p in PASSES if p.phase in (Phase.DECIDE, Phase.WRITE)]
-    work = replace(work, plan=plan, given_up=dict(given_up), seconds={})
-    found = _run(work, Phase.WRITE, chosen, retries=0).rewritten
-    assert found is not None
-    return found
-
-
-def _begun(normalised: Normalised, plan: Plan, seconds: dict[str, float]) -> Work:
-    """The work on a graph, whose sub-graphs have been rewritten already."""
-    inner = partial(_inner, plan=plan)
-    bodies, left = _rewrite_bodies(normalised, inner, strict=plan.options.strict)
-    return Work(
-        plan,
+        options,
+        low,
+        setting,
         normalised.gm,
         normalised.fake_mode,
         normalised.inputs,
+        bodies,
         left_as_they_are=left,
-        bodies=bodies,
         seconds=seconds,
     )
-
-
-def _inner(normalised: Normalised, plan: Plan) -> Rewritten:
-    given = plan.options, plan.low, plan.setting
-    return rewrite_normalised(normalised, *given, seconds={})
 
 
 def _rewrite_bodies(
@@ -338,14 +327,14 @@ def _callers(gm: fx.GraphModule, body: str) -> list[str]:
 # -- for the back end and the report -----------------------------------------------
 
 
-def _given(work: Work, inputs: Sequence[Any]) -> list[Any]:
+def _given(work: Rewritten, inputs: Sequence[Any]) -> list[Any]:
     """The arguments the graph is called with: `inputs`, weight copies, and scales.
 
     Copies and scales are fake tensors: a compiler that makes fakes of them by itself
     gives their sizes symbols, where any size of the inputs may change.
     """
     formats = work.layouts or (torch.preserve_format,) * len(work.weights)
-    low = work.plan.low
+    low = work.low
     copies = [
         torch.empty_like(inputs[i].detach(), dtype=low, memory_format=layout)
         for i, layout in zip(work.weights, formats, strict=True)

@@ -32,11 +32,10 @@ from autoamp.op_names import base_name
 from autoamp.options import Options
 from autoamp.pipeline import work
 from autoamp.pipeline.run import rewrite_normalised
-from autoamp.pipeline.work import Setting
 from autoamp.place.devices import Device, Rates
 from autoamp.rewrite import casts
 from autoamp.rewrite.emitted import CAST_KIND
-from autoamp.rewrite.rewritten import Rewritten
+from autoamp.rewrite.rewritten import Rewritten, Setting
 from autoamp.rules import Rules
 from autoamp.trace.normalise import normalise
 from tests.conformance.exploring import explore

@@ -28,10 +28,10 @@ from torch.nn import functional
 import autoamp
 from autoamp.errors import AutoampError
 from autoamp.pipeline import run
-from autoamp.pipeline.passes import PASSES, Pass, Phase, Retreat
-from autoamp.pipeline.work import Work
+from autoamp.pipeline.passes import PASSES, Pass, Phase
 from autoamp.place.devices import Device
 from autoamp.rewrite.copied import copied
+from autoamp.rewrite.rewritten import Rewritten
 from tests.metrics import relative_error
 from tests.one_rank import one_rank
 from tests.quick import some_slow
@@ -199,7 +199,8 @@ FAULTS = [
 def planted(each: Pass, fault: Callable[..., bool], hit: list[bool]) -> Pass:
     """The pass with a fault in the graph that it gives, until a region is spared."""
 
-    def faulty(work: Work) -> Work:
+    @functools.wraps(each.run)
+    def faulty(work: Rewritten) -> Rewritten:
         now = each.run(work)
         if work.given_up or work.left:
             return now
@@ -217,17 +218,17 @@ def planted(each: Pass, fault: Callable[..., bool], hit: list[bool]) -> Pass:
 
 
 @functools.cache
-def captured(scaled: bool, compiled: bool, on_mesh: bool) -> Work:
+def captured(scaled: bool, compiled: bool, on_mesh: bool) -> Rewritten:
     """The work on a program as the list of passes gets it."""
     options: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
     if scaled:
         options["loss_scale"] = 128.0
     if compiled:
         options["backend"] = lookup_backend("aot_eager")
-    seen: list[Work] = []
+    seen: list[Rewritten] = []
     real = run._run
 
-    def spied(work: Work, *given: Any) -> Work:
+    def spied(work: Rewritten, *given: Any) -> Rewritten:
         seen.append(work)
         return real(work, *given)
 
@@ -250,7 +251,7 @@ def program(stack: contextlib.ExitStack, on_mesh: bool) -> tuple[nn.Module, Any]
     return OnMesh(stack.enter_context(one_rank())), data()[1:]
 
 
-def work_for(each: Pass) -> Work:
+def work_for(each: Pass) -> Rewritten:
     compiled = each.name == "for compilers"
     return captured(compiled or each.name == "edge", compiled, each.name in MESHED)
 
@@ -270,8 +271,7 @@ def test_a_pass_that_edits_has_a_check(each: Pass) -> None:
     sees = ("kernels", "calls once")
     edits = each.phase in (Phase.WRITE, Phase.PREPARE) or each.name in sees
     assert edits == (each.check is not None)
-    assert len(each.guarantees) > 20
-    assert (each.retreat is Retreat.SPARE) == bool(each.without)
+    assert len(each.run.__doc__ or "") > 20
 
 
 @pytest.mark.thorough(but=["gathers"])

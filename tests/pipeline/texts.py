@@ -28,8 +28,8 @@ from autoamp.op_names import base_name
 from autoamp.options import Options
 from autoamp.pipeline.checks import Checks
 from autoamp.pipeline.passes import PASSES, Phase, copies_of, takes_our_ops
-from autoamp.pipeline.run import _begun, _passed, _rewritten
-from autoamp.pipeline.work import Plan, Setting, Work
+from autoamp.pipeline.run import _begun, _passed, _settled
+from autoamp.rewrite.rewritten import Rewritten, Setting
 from autoamp.trace.normalise import normalise
 from tests.one_rank import one_rank
 
@@ -78,7 +78,7 @@ def texts(example: Example) -> tuple[str, str]:
     work, checks = _captured(example), Checks()
     for each in PASSES:
         if each.phase is Phase.PREPARE and work.rewritten is None:
-            work = replace(work, rewritten=_rewritten(work))
+            work = replace(work, rewritten=_settled(work))
         now = _passed(each, work, checks)
         if each.name == example.of:
             return text(work), text(now)
@@ -86,7 +86,7 @@ def texts(example: Example) -> tuple[str, str]:
     raise AssertionError(f"no pass is called {example.of!r}")
 
 
-def text(work: Work) -> str:
+def text(work: Rewritten) -> str:
     """The graph of `work`, or the code that is run in its place."""
     typed = {n.name: _typed(n) for n in work.gm.graph.nodes}
     copies = copies_of(work) if work.layouts else ()
@@ -97,7 +97,7 @@ def text(work: Work) -> str:
     return found.replace("scaled_dot_product_attention", "sdpa")
 
 
-def _captured(example: Example) -> Work:
+def _captured(example: Example) -> Rewritten:
     """The ATen graph of a program, under the plan that a conversion would have."""
     low = parse_low_dtype(example.precision)
     assert low is not None
@@ -111,6 +111,7 @@ def _captured(example: Example) -> Work:
         free_weights=True,
         own_kernels=example.backend == "eager",
         own_ops=takes_our_ops(options),
+        scaled=example.scaled,
     )
     gm = fx.symbolic_trace(example.program)
     if example.on_mesh:
@@ -120,7 +121,7 @@ def _captured(example: Example) -> Work:
             normalised = normalise(gm, given)
     else:
         normalised = normalise(gm, list(example.given.values()))
-    return _begun(normalised, Plan(options, low, setting, example.scaled), {})
+    return _begun(normalised, options, low, setting, {})
 
 
 def _lies(example: Example, name: str, mesh: Any) -> Tensor:

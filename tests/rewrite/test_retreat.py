@@ -18,12 +18,12 @@ from autoamp.errors import AutoampError, PassError, VerificationError
 from autoamp.options import Options
 from autoamp.pipeline import passes
 from autoamp.pipeline import run as pipeline
-from autoamp.pipeline.passes import Pass, Phase, Retreat
+from autoamp.pipeline.passes import Pass, Phase
 from autoamp.pipeline.retreat import REPORT
-from autoamp.pipeline.work import Plan, Setting, Work
 from autoamp.place import cost
 from autoamp.rewrite import casts
 from autoamp.rewrite.emitted import Emitted
+from autoamp.rewrite.rewritten import Rewritten, Setting
 from autoamp.trace import normalise as normalise_module
 from autoamp.trace.lowering import Lowering
 from tests.metrics import relative_error
@@ -311,26 +311,25 @@ def test_floats_made_of_integers_are_fp32(precision: str, placement: str) -> Non
 # -- the way back by itself ------------------------------------------------------------
 
 
-def chain(length: int) -> Work:
+def chain(length: int) -> Rewritten:
     graph = fx.Graph()
     at = graph.placeholder("x")
     for i in range(length):
         at = graph.create_node("call_function", torch.relu, (at,), {}, f"op{i}")
     graph.output(at)
     gm = fx.GraphModule(nn.Module(), graph)
-    plan = Plan(Options(strict=False), torch.bfloat16, Setting())
-    return Work(plan, gm, before=gm)
+    options = Options(strict=False)
+    return Rewritten(options, torch.bfloat16, Setting(), gm, before=gm)
 
 
-def run(work: Work, attempt: Callable[[Mapping[str, str]], None]) -> None:
+def run(work: Rewritten, attempt: Callable[[Mapping[str, str]], None]) -> None:
     """A list of one pass that decides, which is `attempt`."""
 
-    def decide(work: Work) -> Work:
+    def decide(work: Rewritten) -> Rewritten:
         attempt(work.given_up)
-        return dataclasses.replace(work, rewritten=object())  # type: ignore[arg-type]
+        return work
 
-    only = Pass("only", Phase.DECIDE, decide, "nothing", retreat=Retreat.REPLAN)
-    pipeline._run(work, Phase.WRITE, [only])
+    pipeline._run(work, Phase.WRITE, [Pass(decide, Phase.DECIDE)])
 
 
 def test_the_region_grows_until_the_error_is_gone() -> None:
@@ -378,9 +377,8 @@ def test_what_names_nothing_is_raised(error: Exception, strict: bool) -> None:
         raise error
 
     work = chain(3)
-    plan = dataclasses.replace(work.plan, options=Options(strict=strict))
     with pytest.raises(type(error), match=str(error)):
-        run(dataclasses.replace(work, plan=plan), attempt)
+        run(dataclasses.replace(work, options=Options(strict=strict)), attempt)
     assert tries == 1
 
 

@@ -40,26 +40,10 @@ from autoamp.rewrite.edge.gradient_flow import (
     true_values,
 )
 from autoamp.rewrite.emitted import CAST_KIND
-from autoamp.rewrite.rewritten import Rewritten
+from autoamp.rewrite.rewritten import Edge, Rewritten
 
 SHARED = "autoamp_shared"
 """In the `meta` of a `scale_grad` node: whether several results share its memory."""
-
-
-@dataclass(frozen=True)
-class Edge:
-    """The edge of a scaled graph, as the code that calls the graph has to know it.
-
-    Attributes:
-        devices: each device has a `loss_scale`, an `inv_loss_scale` and a `found_inf`
-            among the extra inputs at the end.
-        written: positions of inputs that the graph writes results to.
-        exits: positions of the inputs that gradients leave through.
-    """
-
-    devices: tuple[torch.device, ...] = ()
-    written: tuple[int, ...] = ()
-    exits: tuple[int, ...] = ()
 
 
 @dataclass
