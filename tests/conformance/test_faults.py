@@ -21,7 +21,7 @@ import autoamp
 from autoamp import compat
 from autoamp.capture import engine
 from autoamp.check.verify import Verifier
-from autoamp.pipeline import passes, run, work
+from autoamp.pipeline import passes, run
 from tests.conformance.table import Figures
 from tests.small_models import Of
 from tests.training.steps import BF16, FP16, assert_same, weights_of
@@ -299,9 +299,9 @@ STAGES: list[tuple[Any, str]] = [
             "assign",
             "insert_casts",
             "clean_up",
+            "device_for",
         )
     ],
-    (work, "device_of"),
     (Verifier, "__init__"),
     (Verifier, "recount"),
     (Verifier, "verify"),

@@ -30,7 +30,7 @@ from autoamp.check.verify import Verifier
 from autoamp.inspect.rows import costs_of
 from autoamp.op_names import base_name
 from autoamp.options import Options
-from autoamp.pipeline import work
+from autoamp.pipeline import passes
 from autoamp.pipeline.run import rewrite_normalised
 from autoamp.place.devices import Device, Rates
 from autoamp.rewrite import casts
@@ -106,7 +106,7 @@ def rewritten(
     built: Built, options: dict[str, Any], device: Device, free_weights: bool
 ) -> Rewritten:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work, "device_for", lambda *_, **__: device)
+        patch.setattr(passes, "device_for", lambda *_, **__: device)
         low = LOW[options["precision"]]
         return rewrite_normalised(
             built.normalised(), Options(**options), low, Setting(free_weights), {}
