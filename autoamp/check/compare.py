@@ -42,7 +42,7 @@ from autoamp.check.changes import (
     USES,
     May,
 )
-from autoamp.check.standin import named, where
+from autoamp.check.standin import named, storages_of, where
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import checkpointed, with_dtypes
 from autoamp.trace.control_flow import CONTROL_FLOW
@@ -303,10 +303,10 @@ class _Pair:
                         nodes=(*named(node), operand.name),
                     )
             if node.name in self.stands[1] and node.target in OWN_MEMORY:
-                made[node] = _storages(node.all_input_nodes[:1]), at
+                made[node] = storages_of(node.all_input_nodes[:1]), at
             elif self._is_group(node):
-                made[node] = {_MODE, *_storages(node.all_input_nodes)}, at
-            written |= dict.fromkeys(_storages(written_values(node)), at)
+                made[node] = {_MODE, *storages_of(node.all_input_nodes)}, at
+            written |= dict.fromkeys(storages_of(written_values(node)), at)
 
     @cached_property
     def places(self) -> dict[fx.Node, int]:
@@ -328,7 +328,7 @@ class _Pair:
         order = [n for n in self.gms[0].graph.nodes if n.name in self.staying]
         found = []
         for at, node in enumerate(order):
-            written = _storages(written_values(node))
+            written = storages_of(written_values(node))
             if written or _changes_mode(node):
                 found.append((at, node, written))
         return found
@@ -567,7 +567,7 @@ def _nothing_moved(pair: _Pair, old: list[fx.Node], new: list[fx.Node]) -> None:
         place = pair.places[node]
         if any(t.requires_grad for t in tensors_of(node.meta.get("val"))):
             recorded.append(place)
-        for storage in _storages(n for n in node.all_input_nodes if n not in inside):
+        for storage in storages_of(n for n in node.all_input_nodes if n not in inside):
             reads.setdefault(storage, []).append(place)
     for at, node, written in pair.barriers:
         crossed = [reads[storage] for storage in written if storage in reads]
@@ -607,11 +607,6 @@ def _is_a_size(node: fx.Node) -> bool:
 
 def _changes_mode(node: fx.Node) -> bool:
     return node.target in compat.MODE_CHANGES
-
-
-def _storages(nodes: Collection[fx.Node] | Iterator[fx.Node]) -> set[int]:
-    values = (t for node in nodes for t in tensors_of(node.meta.get("val")))
-    return {compat.storage_id(t) for t in values}
 
 
 def _kinds(node: fx.Node, *, strides: bool) -> list[Any]:

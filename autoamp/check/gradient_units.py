@@ -9,15 +9,16 @@ units of a graph either agree, or some gradient is scaled twice or never.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import Tensor, fx
 
 from autoamp import compat
 from autoamp.analyse.nodes import tensors_of, written_values
-from autoamp.check.standin import named, where
+from autoamp.check.standin import named, storages_of, where
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import (
     FOR_COMPILERS,
@@ -106,93 +107,52 @@ def check_units(gm: fx.GraphModule) -> None:
     nodes = list(gm.graph.nodes)
     if not any(node.target in _WAYS for node in nodes):
         return
-    flowing = _flowing(gm)
-    written = _written(gm)
-    units = _Units()
+    related = nx.Graph()
+    related.add_nodes_from((TRUE, SCALED))
+    counted = flowing_in(gm.graph) - _written(gm)
     for node in nodes:
-        if node.op == "placeholder" and node in flowing:
-            units.set(node, TRUE, node)
-        elif node.op == "output":
-            for value in node.all_input_nodes:
-                if value in flowing and value not in written:
-                    units.set(value, TRUE, node)
-        elif node in flowing and node not in written:
-            _relate(node, units, flowing, written)
-
-
-def _relate(
-    node: fx.Node,
-    units: _Units,
-    flowing: Mapping[fx.Node, bool],
-    written: set[fx.Node],
-) -> None:
-    way = _WAYS.get(node.target)  # type: ignore[arg-type]
-    operands = node.all_input_nodes
-    if node.target in _FIRST_ALONE:
-        operands = operands[:1]
-    for operand in operands:
-        if operand not in flowing or operand in written:
+        if node.op == "output":
+            read = [n for n in node.all_input_nodes if n in counted]
+            related.add_edges_from((TRUE, value) for value in read)
+        if node not in counted:
             continue
-        if way is None:
-            units.join(node, operand)
-        else:
-            units.set(operand, way[0], node)
-            units.set(node, way[1], node)
-
-
-class _Units:
-    """Sets of values whose gradients are in one unit, with the unit where known."""
-
-    def __init__(self) -> None:
-        self._parent: dict[fx.Node, fx.Node] = {}
-        self._unit: dict[fx.Node, str] = {}
-
-    def _root(self, node: fx.Node) -> fx.Node:
-        while (parent := self._parent.get(node, node)) is not node:
-            self._parent[node] = self._parent.get(parent, parent)
-            node = parent
-        return node
-
-    def set(self, node: fx.Node, unit: str, at: fx.Node) -> None:
-        root = self._root(node)
-        known = self._unit.setdefault(root, unit)
-        if known != unit:
-            self._contradict(node, at)
-
-    def join(self, one: fx.Node, other: fx.Node) -> None:
-        left, right = self._root(one), self._root(other)
-        if left is right:
-            return
-        units = {self._unit[r] for r in (left, right) if r in self._unit}
-        if len(units) > 1:
-            self._contradict(other, one)
-        self._parent[right] = left
-        if units:
-            self._unit[left] = units.pop()
-
-    def _contradict(self, value: fx.Node, at: fx.Node) -> None:
+        if node.op == "placeholder":
+            related.add_edge(TRUE, node)
+            continue
+        operands = node.all_input_nodes[: 1 if node.target in _FIRST_ALONE else None]
+        for operand in (n for n in operands if n in counted):
+            if node.target in _WAYS:
+                of_operand, of_result = _WAYS[node.target]
+                related.add_edges_from([(of_operand, operand), (of_result, node)])
+            else:
+                related.add_edge(operand, node)
+    if nx.has_path(related, TRUE, SCALED):
+        _, *values, _ = nx.shortest_path(related, TRUE, SCALED)
         raise VerificationError(
-            f"the gradient of {value.name} would be both true and scaled, at "
-            f"{where(at)}",
-            nodes=(*named(at), *named(value)),
+            f"the gradient of {values[0].name} would be both true and scaled, at "
+            f"{where(values[-1])}",
+            nodes=(*named(values[0]), *named(values[-1])),
         )
 
 
-def _flowing(gm: fx.GraphModule) -> dict[fx.Node, bool]:
+def flowing_in(graph: fx.Graph) -> set[fx.Node]:
     """The values that a gradient flows into, as autograd says of tensors of no data."""
-    found: dict[fx.Node, bool] = {}
+    found: set[fx.Node] = set()
     memo: dict[Any, bool] = {}
     recording = torch.is_grad_enabled()
-    for node in gm.graph.nodes:
+    for node in graph.nodes:
         if node.target is compat.SET_GRAD:
             recording = bool(node.args[0])
         elif node.op == "placeholder":
-            if any(t.requires_grad for t in tensors_of(node.meta.get("val"))):
-                found[node] = True
+            trained = node.meta.get("autoamp_requires_grad", False)
+            if trained or any(
+                t.requires_grad for t in tensors_of(node.meta.get("val"))
+            ):
+                found.add(node)
         elif node.op == "call_function" and recording and any(_floats(node)):
             operands = [n for n in node.all_input_nodes if n in found]
             if operands and (node.target in _FIRST_ALONE or _passes(node, found, memo)):
-                found[node] = True
+                found.add(node)
     return found
 
 
@@ -201,9 +161,7 @@ def _floats(node: fx.Node) -> Iterator[bool]:
     return (t.is_floating_point() or t.is_complex() for t in values)
 
 
-def _passes(
-    node: fx.Node, flowing: Mapping[fx.Node, bool], memo: dict[Any, bool]
-) -> bool:
+def _passes(node: fx.Node, flowing: Collection[fx.Node], memo: dict[Any, bool]) -> bool:
     """Whether autograd records a call; taken for granted where it cannot be asked."""
     target = node.target
     if not isinstance(target, compat.OpOverload):
@@ -220,7 +178,7 @@ def _leaves(node: fx.Node) -> list[Any]:
     return [v for v in found if not isinstance(v, fx.Node)]
 
 
-def _asked(node: fx.Node, flowing: Mapping[fx.Node, bool]) -> bool:
+def _asked(node: fx.Node, flowing: Collection[fx.Node]) -> bool:
     def empty(operand: fx.Node) -> Any:
         value = operand.meta.get("val")
         if isinstance(value, torch.SymInt):
@@ -244,19 +202,9 @@ def _asked(node: fx.Node, flowing: Mapping[fx.Node, bool]) -> bool:
 
 def _written(gm: fx.GraphModule) -> set[fx.Node]:
     """The values that share memory with something that the graph writes to."""
-    storages: set[int] = set()
-    for node in gm.graph.nodes:
-        values = written_values(node)
-        if node.target in (unscale_grad_, traced_scale_grad_):
-            values = node.all_input_nodes[:1]
-        for value in values:
-            storages |= {
-                compat.storage_id(t) for t in tensors_of(value.meta.get("val"))
-            }
-    return {
-        node
-        for node in gm.graph.nodes
-        if any(
-            compat.storage_id(t) in storages for t in tensors_of(node.meta.get("val"))
-        )
-    }
+    nodes = list(gm.graph.nodes)
+    written = [value for node in nodes for value in written_values(node)]
+    in_place = (unscale_grad_, traced_scale_grad_)
+    written += [n.all_input_nodes[0] for n in nodes if n.target in in_place]
+    storages = storages_of(written)
+    return {node for node in nodes if not storages.isdisjoint(storages_of([node]))}

@@ -26,6 +26,7 @@ from torch import Tensor, fx
 from autoamp import compat
 from autoamp.analyse.nodes import tensors_of
 from autoamp.check.compare import Region
+from autoamp.check.gradient_units import flowing_in
 from autoamp.check.standin import where
 from autoamp.counted.saved import saved_bytes
 from autoamp.dtypes import LOW_DTYPES
@@ -60,13 +61,19 @@ def check_alike(regions: Sequence[Region], *, every: bool) -> None:
     Raises:
         VerificationError: the message says which result or gradient differs, by what.
     """
+    flowing: dict[fx.Graph, set[fx.Node]] = {}
     for region in regions:
         _same_kinds(region)
-        key = (every, _kind(region))  # without `every` a large region is not run
+        graph = region.old[0].graph
+        if graph not in flowing:
+            flowing[graph] = flowing_in(graph)
+        trained = [one in flowing[graph] for one, _ in region.inputs]
+        # Without `every` a large region is not run.
+        key = (every, *trained, _kind(region))
         if key not in _KNOWN:
             if len(_KNOWN) >= _KNOWN_AT_MOST:
                 _KNOWN.clear()
-            _KNOWN[key] = _difference(region, every=every)
+            _KNOWN[key] = _difference(region, trained, every=every)
         problem = _KNOWN[key]
         if problem is not None:
             raise VerificationError(
@@ -122,14 +129,12 @@ def _kind(region: Region) -> Any:
             names[node.name] = len(names)
 
     inputs = [
-        (_layout(t), t.requires_grad)
-        for one, _ in region.inputs
-        for t in tensors_of(one.meta.get("val"))
+        _layout(t) for one, _ in region.inputs for t in tensors_of(one.meta.get("val"))
     ]
     return (*calls(region.old), None, *calls(region.new), None, *inputs)
 
 
-def _difference(region: Region, *, every: bool) -> str | None:
+def _difference(region: Region, trained: Sequence[bool], *, every: bool) -> str | None:
     """What is wrong with the new side; None where nothing is found.
 
     A difference counts where it shows at the real sizes too.  A region that runs at no
@@ -138,7 +143,7 @@ def _difference(region: Region, *, every: bool) -> str | None:
     told, large = "", False
     for retell, keep in ((True, False), (False, False), (False, True)):
         sizes = {} if keep else _small_sizes(region, retell=retell)
-        values = _Values(region, sizes, retell=retell)
+        values = _Values(region, trained, sizes, retell=retell)
         if values.count > MOST and not (every or (keep and told)):
             large = True
             continue
@@ -300,14 +305,20 @@ class _Values:
     """
 
     def __init__(
-        self, region: Region, sizes: Mapping[int, int], *, retell: bool
+        self,
+        region: Region,
+        trained: Sequence[bool],
+        sizes: Mapping[int, int],
+        *,
+        retell: bool,
     ) -> None:
         self.sizes = sizes
         self._retell = retell
         self._values: dict[fx.Node, Any] = {}
         self._generator = torch.Generator("cpu").manual_seed(0)
         self._cotangents: dict[int, Tensor] = {}
-        self.count = 0
+        given = zip(region.inputs, trained, strict=True)
+        self._trained = {one for (one, _), is_trained in given if is_trained}
         self._known = {one: one.meta.get("val") for one, _ in region.inputs}
         every = [*self._known.values(), *(n.meta.get("val") for n in region.old)]
         self.count = sum(
@@ -324,9 +335,7 @@ class _Values:
         """A new copy of an input's value, which is a leaf."""
         if node not in self._values:
             self._values[node] = self._made(self._known.get(node))
-        known = tensors_of(self._known.get(node))
-        trained = any(t.requires_grad for t in known)
-        return self._fresh(self._values[node], wide, trained)
+        return self._fresh(self._values[node], wide, node in self._trained)
 
     def _fresh(self, value: Any, wide: bool, trained: bool) -> Any:
         if isinstance(value, (list, tuple)):

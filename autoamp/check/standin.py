@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.nodes import source_line
+from autoamp.analyse.nodes import source_line, tensors_of
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import WITH_FP32_STATE, checkpointed, op_with_its_state
 from autoamp.trace.regions import Regions
@@ -227,6 +228,12 @@ def dtypes_of(value: Any) -> list[torch.dtype]:
     if isinstance(value, (list, tuple)):
         return [d for v in value for d in dtypes_of(v)]
     return []
+
+
+def storages_of(nodes: Iterable[fx.Node]) -> set[int]:
+    """The storages of the values recorded of `nodes`."""
+    values = (t for node in nodes for t in tensors_of(node.meta.get("val")))
+    return {compat.storage_id(t) for t in values}
 
 
 def named(node: fx.Node) -> tuple[str, ...]:

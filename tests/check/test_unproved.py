@@ -7,12 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
+import autoamp
 from autoamp.check.changes import KERNELS
 from autoamp.check.compare import differences
 from autoamp.check.numbers import check_alike, check_same_calls
 from autoamp.errors import VerificationError
+from autoamp.graph_functions import low_weight, low_weight_unscaled
+from autoamp.pipeline import passes
+from autoamp.rewrite.edge.scale_edge import scale_edge
+from autoamp.rewrite.rewritten import Edge, Rewritten
 
 ATEN = torch.ops.aten
 
@@ -101,3 +106,42 @@ def test_calls_that_run_nowhere_are_no_proof(new: Callable[..., Any]) -> None:
             with pytest.raises(VerificationError, match="does not call"):
                 check_same_calls(sine(old), sine(new))
     check_same_calls(sine(ATEN.sin.default), sine(torch.sin))
+
+
+# -- gradients of a converted model ----------------------------------------------------
+
+
+def net(**options: Any) -> nn.Module:
+    layers = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    return autoamp.convert(layers, do_no_harm=False, strict=True, **options)
+
+
+def test_a_gradient_that_would_leave_scaled_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def careless(gm: fx.GraphModule, record: Rewritten) -> tuple[fx.GraphModule, Edge]:
+        scaled, edge = scale_edge(gm, record)
+        targets = [n for n in scaled.graph.nodes if n.target is low_weight_unscaled]
+        targets[0].target, targets[0].args = low_weight, targets[0].args[:2]
+        return scaled, edge
+
+    monkeypatch.setattr(passes, "scale_edge", careless)
+    with pytest.raises(VerificationError, match="both true and scaled"):
+        net(precision="fp16")(torch.randn(4, 16))
+
+
+def steep_relu(x: Tensor) -> Tensor:
+    """The values of `relu`, and twice its gradient."""
+    y = torch.relu(x)
+    return y + (y - y.detach())
+
+
+def test_a_kernel_with_another_gradient_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def steep(node: fx.Node) -> Any:
+        return steep_relu if node.target is ATEN.relu.default else node.target
+
+    monkeypatch.setattr(passes, "softmax_at", steep)
+    with pytest.raises(VerificationError, match="the gradient of input 1 is off"):
+        net(precision="bf16")(torch.randn(4, 16))
