@@ -157,7 +157,7 @@ def _say_cold(heat: Heat, process: int) -> None:
     """
     from autoamp_heat import SHARE
 
-    nearest = heat.warmest()
+    nearest = heat.nearest
     if heat.has_met or nearest is None or process != os.getpid():
         return
     _say(

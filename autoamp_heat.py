@@ -5,9 +5,9 @@ one mode have come to ten times the predicted cost of its capture, or at its sec
 where a call is worth half a capture.  So a capture costs a program at most a tenth of
 the work that the program has done, and a short program pays for none.
 
-The prediction counts products, bytes and modules, and never looks at a clock, so two
-runs of one program capture at the same call, and so do all ranks.  (With several ranks,
-whose batches may differ in size, every module is hot at its first call.)
+The prediction counts modules and the rows that weights multiply, and never looks at a
+clock, so two runs of one program capture at the same call, and so do all ranks.  (With
+several ranks, whose batches may differ in size, every module is hot at its first call.)
 
 This module stands beside the package `autoamp` and imports no part of it: importing the
 package takes two seconds, which is part of the cost that a capture has to come up to.
@@ -19,7 +19,8 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,113 +46,62 @@ has 0.13 to 0.16 s for recurrent layers, and 2.2 s for GPT-2's twelve layers, wh
 some 150 modules.
 """
 
-_SPEEDS = {"cpu": (1e11, 2e10), "cuda": (2e13, 1e12)}
-"""Fp32 operations and bytes a second: an order of magnitude, equal on all machines."""
+_FLOPS = {"cpu": 1e11, "cuda": 2e13}
+"""Fp32 operations a second: an order of magnitude, equal on all machines."""
+
+_READ = 10
+"""How many rows take as long to multiply by a weight as the weight takes to be read."""
 
 _CALL = 2e-5
 """Seconds for each call of a module, whatever it computes."""
 
-_LONGEST_STEP = 64
-"""How many calls a training step may make before its end is not waited for."""
-
-_NO_STEP = 4
-"""After how many calls without gradients a model counts as one that is not trained."""
-
-_CONVERTED = "_autoamp"
-"""The attribute of a converted module, as in `autoamp.capture.alike`."""
+_LONGEST_STEP, _NO_STEP = 64, 4
+"""How many hot calls wait for a training step to begin: where calls have left gradients
+behind, and where they have not, so that nobody may train the model."""
 
 HOT: Any = object()
 """The answer that a module is hot, in the place of a call's result."""
 
 
 class Work:
-    """The work of one call, counted module by module.
-
-    Attributes:
-        flops: floating-point operations of products, without those of attention.
-        moved: bytes of the parameters read and of the results written.
-        calls: how many modules were called.
-        called: the identities of these modules.
-    """
-
-    __slots__ = ("called", "calls", "flops", "moved")
+    """The work of one call: its `flops`, and the modules that it has called."""
 
     def __init__(self) -> None:
-        self.flops = self.moved = self.calls = 0
-        self.called: set[int] = set()
+        self.flops = self.calls = 0
+        self._called: set[int] = set()
 
     def note(self, module: nn.Module, result: Any) -> None:
-        """Counts a module that has been called: its own parameters, and its result.
-
-        A parameter whose first dimension and one more are longer than 1 is multiplied
-        with rows of the result, unless it belongs to a table or a norm.
-        """
+        """Counts a module that has been called: each of its weights, times its rows."""
         self.calls += 1
-        self.called.add(id(module))
-        weights = self._weights_of(module)
-        if not weights:
-            return
+        self._called.add(id(module))
         while isinstance(result, tuple | list) and result:
             result = result[0]
-        size = result.numel() if isinstance(result, torch.Tensor) else 0
+        if not isinstance(result, torch.Tensor) or not result.dim():
+            return
+        size = result.numel()
         if type(size) is not int:  # a size of `torch.export`, which must stay unasked
             return
-        self.moved += 4 * size
-        multiplies = not isinstance(module, _NO_PRODUCTS)
-        for weight in weights:
-            if weight is None or is_lazy(weight):
-                continue
-            self.moved += weight.numel() * weight.element_size()
-            if multiplies and weight.dim() > 1 and weight.numel() > weight.shape[0] > 1:
-                rows = size // max(_width(module, weight, result), 1)
-                self.flops += 2 * weight.numel() * rows
+        for weight in self._multiplied(module):
+            rows, columns = weight.shape[0], weight.numel() // max(weight.shape[0], 1)
+            if columns > 1 and rows > 1:  # else a bias, or positions
+                # A recurrent layer has several rows of weights for one of its results.
+                width = rows if rows in result.shape else result.shape[-1]
+                self.flops += 2 * weight.numel() * (size // max(width, 1) + _READ)
 
-    def _weights_of(self, module: nn.Module) -> list[nn.Parameter | None]:
-        """The parameters that a module uses itself, not by a call of another module."""
-        # A look at `parameters()` takes longer, and a module may be half made.
-        found = [*(module.__dict__.get("_parameters") or {}).values()]
-        children: dict[str, Any] = module.__dict__.get("_modules") or {}
-        if "parametrizations" in children:
-            lists = children["parametrizations"].values()
-            found += [p for each in lists for p in each.parameters(recurse=False)]
-        if isinstance(module, _PASSES_ON):
-            for child in children.values():
-                if id(child) not in self.called:
-                    found += child.parameters()
-        return found
+    def _multiplied(self, module: nn.Module) -> Iterator[nn.Parameter]:
+        """The matrices of a module, and of modules in it that were not called.
 
-    def seconds(self, device: str, trained: bool) -> float:
-        """The predicted time of the call in fp32, with a backward if it is trained."""
-        flops, moved = _SPEEDS.get(device, _SPEEDS["cuda"])
-        once = self.flops / flops + self.moved / moved + self.calls * _CALL
-        return 3 * once if trained else once
-
-
-_NO_PRODUCTS = (
-    *(nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm),
-    ParametrizationList,
-)
-"""Modules whose weights are read or scale a result, whatever their dimensions.
-
-What a parametrisation computes is a weight, which its layer multiplies.
-"""
-
-_PASSES_ON = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""Modules that hand weights of modules inside to a kernel, and may call none."""
-
-_GATED = (nn.RNNBase, nn.RNNCellBase, *_PASSES_ON)
-"""Modules with one weight for several results: gates, directions, projections."""
-
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
-
-def _width(module: nn.Module, weight: torch.Tensor, result: torch.Tensor) -> int:
-    """How many elements of the result stand for one row that `weight` multiplies."""
-    if isinstance(module, _GATED):
-        return result.size(-1)
-    if isinstance(module, _TRANSPOSED):
-        return int(module.out_channels * math.prod(module.stride))
-    return weight.shape[0]
+        A module may hand the weights of others to a kernel.  Tables are only read.
+        """
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag | nn.LayerNorm):
+            return
+        # A module may be half made, and `parameters()` takes longer.
+        for weight in (module.__dict__.get("_parameters") or {}).values():
+            if weight is not None and not is_lazy(weight) and weight.dim() > 1:
+                yield weight
+        for child in (module.__dict__.get("_modules") or {}).values():
+            if child is not None and id(child) not in self._called:
+                yield from self._multiplied(child)
 
 
 class _Inside(threading.local):
@@ -167,53 +117,39 @@ class _Inside(threading.local):
 INSIDE = _Inside()
 
 
+@dataclass(eq=False, slots=True)
 class Warmth:
     """How warm one module is in one mode: with or without gradients, training or not.
 
     Attributes:
-        module: the module.
+        trained: whether a call is one of a training, or records gradients.
+        has_weights: whether the module is looked at, and not the modules it calls.
         left: how many calls there are before the next look.
         calls: how many calls there were up to the last look.
         seconds: the predicted time of a call, as last looked at.
         spent: the predicted time of all calls up to the last look.
         cost: the predicted time of a capture.
         stamp: versions of the trained weights at the call before, if it was looked at.
-        waited: how many hot calls have waited for a step to begin.
-        name: the name of the module's class.
-        first: versions of the trained weights at the first call.
+        first: the same at the first look.
         steps: whether the weights have changed between two looks.
-        training: whether the module was in training mode.
+        waited: how many hot calls have waited for a step to begin.
     """
 
-    __slots__ = (
-        "calls",
-        "cost",
-        "first",
-        "left",
-        "module",
-        "name",
-        "seconds",
-        "since",
-        "spent",
-        "stamp",
-        "steps",
-        "trained",
-        "training",
-        "waited",
-    )
-
-    def __init__(
-        self, module: weakref.ref[nn.Module], name: str, mode: tuple[bool, bool]
-    ) -> None:
-        self.module = module
-        self.name = name
-        self.trained, self.training = mode
-        self.steps = False
-        self.first: tuple[int, ...] | None = None
-        self.left = self.since = self.calls = self.waited = 0
-        self.seconds = self.spent = 0.0
-        self.cost = math.inf
-        self.stamp: tuple[int, ...] | None = None
+    module: weakref.ref[nn.Module]
+    name: str
+    trained: bool
+    training: bool
+    has_weights: bool
+    left: int = 0
+    since: int = 0
+    calls: int = 0
+    seconds: float = 0.0
+    spent: float = 0.0
+    cost: float = math.inf
+    stamp: tuple[int, ...] | None = None
+    first: tuple[int, ...] | None = None
+    steps: bool = False
+    waited: int = 0
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
@@ -238,7 +174,8 @@ class Warmth:
         Args:
             extra: seconds that a capture now costs besides.
         """
-        self.seconds = work.seconds(device, self.trained)
+        once = work.flops / _FLOPS.get(device, _FLOPS["cuda"]) + work.calls * _CALL
+        self.seconds = 3 * once if self.trained else once  # with the backward
         self.spent += self.seconds * (self.since + 1)
         self.calls += self.since + 1
         self.cost = extra + _CAPTURE + _CAPTURED_MODULE * work.calls
@@ -252,11 +189,11 @@ class Warmth:
         when the weights have changed since the call before, or where no call has left
         a gradient behind.
         """
-        weights = [p for p in nn.Module.parameters(module) if p.requires_grad]
         before, self.stamp = self.stamp, stamp(module)
-        if not weights or (before is not None and before != self.stamp):
+        if not self.stamp or (before is not None and before != self.stamp):
             return True
         self.waited += 1
+        weights = (p for p in nn.Module.parameters(module) if p.requires_grad)
         idle = all(p.grad is None for p in weights)
         return self.waited > (_NO_STEP if idle else _LONGEST_STEP)
 
@@ -284,15 +221,14 @@ class Heat:
         everything: every module is hot at its first call.
         started: the package has been imported.
         has_met: some module has become hot.
+        nearest: the module that trained, or has come nearest to a capture.
     """
 
     def __init__(self, *, everything: bool = False) -> None:
         self.everything = everything
-        self.started = False
-        self.has_met = False
+        self.started = self.has_met = False
+        self.nearest: Warmth | None = None
         self._known: dict[tuple[int, bool, bool], Warmth] = {}
-        self._gone: Warmth | None = None
-        self._transparent: dict[int, weakref.ref[nn.Module]] = {}
 
     def call(
         self, original: Call, module: nn.Module, args: Any, kwargs: dict[str, Any]
@@ -303,16 +239,21 @@ class Heat:
         key = id(module), *mode_of(module)
         known = self._known.get(key)
         if known is None or known.module() is not module:
-            if self._is_transparent(module):
+            try:
+                weights = nn.Module.parameters(module)
+                has_weights = any(p.is_floating_point() for p in weights)
+            except AttributeError:  # a module that is half made
                 return original(module, *args, **kwargs)
-            if is_no_model(module):
+            if has_weights and is_no_model(module):
                 return opaque(original, module, args, kwargs)
             # Before any module is hot, only the script itself has converted one.
-            by_script = not self.has_met and _CONVERTED in module.__dict__
-            if by_script or _is_hot_at_once(module):
+            by_script = not self.has_met and "_autoamp" in module.__dict__
+            if has_weights and (by_script or _is_hot_at_once(module)):
                 self.has_met = True
                 return HOT
-            known = self._meet(module, key)
+            known = self._meet(module, key, has_weights)
+        if not known.has_weights:
+            return original(module, *args, **kwargs)
         if known.left or _is_tracing():  # a trace would record the sizes
             known.left = max(known.left - 1, 0)
             return opaque(original, module, args, kwargs)
@@ -321,37 +262,15 @@ class Heat:
             return HOT
         return self.counted(known, original, module, args, kwargs)
 
-    def warmest(self) -> Warmth | None:
-        """The module that trained, or has come nearest to a capture, dead or alive."""
-        every = [self._gone, *self._known.values()]
-        called = [each for each in every if each is not None and each.calls]
-        return max(called, key=lambda each: each.rank, default=None)
-
-    def _is_transparent(self, module: nn.Module) -> bool:
-        """Whether `module` owns no weights, so that modules it calls are looked at."""
-        known = self._transparent.get(id(module))
-        if known is not None and known() is module:
-            return True
-        try:
-            if any(p.is_floating_point() for p in nn.Module.parameters(module)):
-                return False
-        except AttributeError:  # a module that is half made
-            return True
-        this = id(module)
-        gone = lambda _: self._transparent.pop(this, None)  # noqa: E731
-        self._transparent[this] = weakref.ref(module, gone)
-        return True
-
-    def _meet(self, module: nn.Module, key: tuple[int, bool, bool]) -> Warmth:
+    def _meet(
+        self, module: nn.Module, key: tuple[int, bool, bool], has_weights: bool
+    ) -> Warmth:
         def gone(ref: weakref.ref[nn.Module]) -> None:
-            known = self._known.get(key)
-            if known is not None and known.module is ref:
+            if key in self._known and self._known[key].module is ref:
                 del self._known[key]
-                if self._gone is None or known.rank > self._gone.rank:
-                    self._gone = known
 
-        met = Warmth(weakref.ref(module, gone), type(module).__name__, key[1:])
-        self._known[key] = met
+        ref, name = weakref.ref(module, gone), type(module).__name__
+        met = self._known[key] = Warmth(ref, name, key[1], key[2], has_weights)
         return met
 
     def counted(
@@ -372,6 +291,8 @@ class Heat:
         if torch.is_grad_enabled():  # else a mean of weights, as of a teacher, moves
             known.first = known.first or now
             known.steps |= now != known.first
+        if self.nearest is None or known.rank >= self.nearest.rank:
+            self.nearest = known
         return result
 
 
@@ -397,14 +318,11 @@ def is_no_model(called: object) -> bool:
     A script that reads a parametrised weight calls the list of its parametrisations.
     Such results are read in full precision.  A library's metric need be no module.
     """
+    measures = ("ignite", "torcheval", "torchmetrics")
     return isinstance(called, ParametrizationList) or any(
-        base.__name__ == "Metric" and base.__module__.partition(".")[0] in _MEASURES
+        base.__name__ == "Metric" and base.__module__.partition(".")[0] in measures
         for base in type(called).__mro__
     )
-
-
-_MEASURES = frozenset({"ignite", "torcheval", "torchmetrics"})
-"""Packages with a class `Metric`, from which all their metrics derive."""
 
 
 def opaque(original: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -420,6 +338,6 @@ def passed_on(original: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """A call inside a module's call, counted where that call is."""
     result = original(module, *args, **kwargs)
     work = INSIDE.work
-    if isinstance(work, Work):
+    if isinstance(work, Work) and not isinstance(module, ParametrizationList):
         work.note(module, result)
     return result

@@ -19,7 +19,7 @@ from autoamp.auto.switch import disable, enable
 from autoamp.benchmark.result import Bench
 from autoamp.budget.budget import Budget
 from autoamp.calibrate.tune import Tuning
-from autoamp.capture.thread import disabled
+from autoamp.capture.program import disabled
 from autoamp.errors import (
     AutoampError,
     BudgetError,

@@ -15,7 +15,6 @@ from autoamp.analyse.nodes import graph_paths
 from autoamp.ask.examine import options_for
 from autoamp.budget.budget import Budget
 from autoamp.budget.convert import with_budget
-from autoamp.capture.keep import fits, unfitting
 from autoamp.dtypes import parse_low_dtype
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.exported.export import export_model
@@ -25,7 +24,7 @@ from autoamp.inspect.report import Report
 from autoamp.messages import log_once
 from autoamp.model.conversion import conversion_of
 from autoamp.model.convert import convert_model, revert_model
-from autoamp.model.eligible import choose_graph_precision
+from autoamp.model.eligible import choose_graph_precision, fits, unfitting
 from autoamp.model.reporting import report_on
 from autoamp.options import FOR_MODELS, Options
 from autoamp.pass_options import PassOptions

@@ -20,13 +20,16 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.capture.engine import Engine
 from autoamp.capture.graph import Graph
-from autoamp.capture.keep import for_model
 from autoamp.capture.record import Record
 from autoamp.errors import OptionError, UnsupportedModelError
-from autoamp.model.call.entry import Entry
-from autoamp.model.conversion import conversion_of, inside_wrappers, without_ours
-from autoamp.model.eligible import parameters_of, unsupported
-from autoamp.model.installed import install
+from autoamp.model.conversion import (
+    conversion_of,
+    inside_wrappers,
+    install,
+    without_ours,
+)
+from autoamp.model.eligible import for_model, parameters_of, unsupported
+from autoamp.model.entry import Entry
 from autoamp.options import OPTION_NAMES, Options
 from autoamp.pass_options import PassOptions
 from autoamp.pipeline.prepared import Prepared

@@ -13,7 +13,6 @@ from typing import Any
 from autoamp.auto.report_dir import written_to
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype
 from autoamp.errors import AutoampError, OptionError, RulesError
-from autoamp.kernels.table import KERNEL_NAMES
 from autoamp.op_names import parse_op_name
 from autoamp.options import WEIGHT_COPIES, Options
 from autoamp.pass_options import BACKENDS, PLACEMENTS
@@ -34,7 +33,7 @@ _LISTS = ("allow", "deny", "infer", "clear")
 _OLD_LISTS = {"WHITE": "ALLOW", "GRAY": "INFER", "GREY": "INFER", "BLACK": "DENY"}
 """TensorFlow's names of its lists before 2.4, each to the name since."""
 
-_LEVEL, _RULES, _FUSE = "AUTOAMP_LEVEL", "AUTOAMP_RULES", "AUTOAMP_FUSE"
+_LEVEL, _RULES = "AUTOAMP_LEVEL", "AUTOAMP_RULES"
 _GIVE_A_FOLDER = "give a directory that can be written"
 _SHOWN, _TOLD = 100, 1000
 """The most characters of a value, and of its problem, in a message."""
@@ -114,17 +113,13 @@ def _told(name: str, value: str, problem: str, room: int = _TOLD) -> str:
 
 
 def remarks(environ: Mapping[str, str]) -> list[str]:
-    """A sentence for each variable that has no effect, or has a new spelling."""
+    """A sentence for each variable that has no effect."""
     known = sorted({ENABLE, REPORT_DIR, HOT, _CACHE_DIR, *_VARIABLES})
     found = []
     enable = environ.get(ENABLE, "")
     if enable.strip().lower() not in ("", *_ON, *_OFF):
         valid = ", ".join((*_ON, *_OFF))
         found.append(_told(ENABLE, enable, f"give one of {valid}"))
-    fuse = environ.get(_FUSE, "")
-    if _names_kernels(fuse):
-        names = ",".join(_names(fuse))
-        found.append(f"{_FUSE}={names} is now written AUTOAMP_UNFUSED={names}")
     for name in sorted(environ):
         if name.startswith(_PREFIX) and name not in known:
             shown = printable_line(name, _SHOWN)
@@ -194,16 +189,6 @@ def _switch(option: str) -> _Parse:
         return {option: value.lower() in _ON}
 
     return parse
-
-
-def _fuse(value: str, options: Options, given: _Given) -> dict[str, Any]:
-    if _names_kernels(value):  # the spelling of 0.1; `remarks` gives the new spelling
-        return _unfused(value, options)
-    return _switch("fuse")(value, options, given)
-
-
-def _names_kernels(value: str) -> bool:
-    return bool(_names(value)) and set(_names(value)) <= set(KERNEL_NAMES)
 
 
 def _unfused(value: str, options: Options, *_: Any) -> dict[str, Any]:
@@ -304,7 +289,7 @@ _VARIABLES: dict[str, _Parse] = {
     "AUTOAMP_LOCK": _lock,
     "AUTOAMP_HEAL": _switch("heal"),
     "AUTOAMP_GUARD": _switch("guard"),
-    _FUSE: _fuse,
+    "AUTOAMP_FUSE": _switch("fuse"),
     "AUTOAMP_UNFUSED": _unfused,
     "AUTOAMP_CALIBRATE": _switch("calibrate"),
     "AUTOAMP_WEIGHT_COPIES": _word("weight_copies", WEIGHT_COPIES),

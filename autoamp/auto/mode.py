@@ -15,13 +15,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp import compat, foreign
 from autoamp.auto.environment import Settings
-from autoamp.auto.own_autocast import tell_of_own_autocast
 from autoamp.auto.report_dir import Recorder
 from autoamp.capture.engine import Engine
 from autoamp.capture.locked import check_model
-from autoamp.capture.thread import disabled
-from autoamp.messages import log_once
-from autoamp.model.candidates import caller_of, choose, inside, is_aside
+from autoamp.capture.program import disabled
+from autoamp.messages import log_left_to_autocast, log_once
+from autoamp.model.children import caller_of, choose, inside, is_aside
 from autoamp.model.compile_backend import GraphBackend
 from autoamp.model.conversion import conversion_of, disown, models_of
 from autoamp.model.convert import convert_model, revert_model
@@ -32,6 +31,30 @@ from autoamp.training.first_step import retire
 from autoamp_heat import HOT, Heat, mode_of, opaque
 
 logger = logging.getLogger(__name__)
+
+_seen = WeakIdKeyDictionary()
+"""The modules that were called in an autocast region of the script's own so far."""
+
+
+def tell_of_own_autocast(module: nn.Module) -> None:
+    """Says why a call of `module` in an autocast region of the script's is left alone.
+
+    Nothing is logged for a module that would not be converted anyway.
+    """
+    if module in _seen:
+        return
+    _seen[module] = True
+    owner = caller_of(module) or module
+    target = inside(owner)
+    state = conversion_of(target)
+    if state is None:
+        choice = choose(owner)
+        if choice.target is None or choice.only_if_it_pays:
+            return
+    elif state.engine is None:  # the model was declined, and a warning has said why
+        return
+    log_left_to_autocast(logger, class_name(target), of=target)
+
 
 Call = Callable[..., Any]
 

@@ -1,9 +1,11 @@
-"""`enable` and `disable` switch the automatic mode of this process on and off."""
+"""`enable` and `disable`: which functions of torch the automatic mode replaces."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import sys
@@ -15,20 +17,188 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoamp import compat
-from autoamp.auto import environment, stderr
-from autoamp.auto.clipping import tolerating
-from autoamp.auto.compiled import compiling_with
+from autoamp import compat, foreign
+from autoamp.auto import environment
 from autoamp.auto.environment import Settings
 from autoamp.auto.mode import AutomaticMode
-from autoamp.auto.patch import Patch
-from autoamp.capture.thread import inside_a_call, under_compilation
+from autoamp.capture.program import inside_a_call, under_compilation
+from autoamp.model.compile_backend import GraphBackend
 from autoamp.options import Options
+from autoamp.printable import printable_line
 from autoamp.snapshot.files import checked as recorded_to
 from autoamp.training.first_step import expect_models
+from autoamp.training.ledger.backwards import BACKWARDS
 from autoamp_heat import INSIDE, Heat, passed_on
 
 logger = logging.getLogger(__name__)
+
+_PACKAGE = logging.getLogger("autoamp")
+
+
+class _Fallback(logging.Handler):
+    """Writes to stderr unless the script has handlers of its own at the root.
+
+    A script that was never changed does not know our logger.  A script that sets up its
+    own logging gets every line there, once.  Rank 0 writes all messages; other ranks
+    write only warnings, with the number of the rank.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logging.getLogger().handlers or sys.stderr is None:
+            return
+        rank = compat.own_rank()
+        if rank and record.levelno < logging.WARNING:
+            return
+        where = f"rank {rank}: " if rank else ""
+        # stderr may be closed, or be a broken pipe: no call of a model may fail because
+        # of a message.
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(f"{where}{self.format(record)}\n")
+            sys.stderr.flush()
+
+
+_handler: list[logging.Handler] = []
+
+
+def speak_up() -> None:
+    """Shows messages of level INFO, unless the script has set another level."""
+    if _handler:
+        return
+    _handler.append(_Fallback())
+    _PACKAGE.addHandler(_handler[0])
+    if _PACKAGE.level == logging.NOTSET:
+        _PACKAGE.setLevel(logging.INFO)
+        _handler[0].set_name("autoamp: level was not set")
+
+
+def fall_silent() -> None:
+    """Undoes `speak_up`."""
+    if not _handler:
+        return
+    handler = _handler.pop()
+    _PACKAGE.removeHandler(handler)
+    if handler.get_name() and _PACKAGE.level == logging.INFO:
+        _PACKAGE.setLevel(logging.NOTSET)
+
+
+class Patch:
+    """Replaces `owner.name` by `make(original)`, until `undo`.
+
+    Args:
+        stand_in: a function that has replaced the attribute before, and the original.
+            The function is replaced by ours; if other code has patched over it, it
+            stays, and calls `ours` itself.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        name: str,
+        make: Callable[[Callable[..., Any]], Any],
+        stand_in: tuple[Any, Any] | None = None,
+    ) -> None:
+        self.owner, self.name = owner, name
+        replaced, self.original = stand_in or (getattr(owner, name),) * 2
+        self.ours = make(self.original)
+        if getattr(owner, name) is replaced:
+            setattr(owner, name, self.ours)
+
+    def undo(self) -> None:
+        """Restores the original, unless other code has patched over ours."""
+        if getattr(self.owner, self.name) is self.ours:
+            setattr(self.owner, self.name, self.original)
+
+
+Norm = Callable[..., Any]
+
+
+def tolerating(original: Norm) -> Norm:
+    """`torch.nn.utils.get_total_norm`, without its error for a step that is skipped.
+
+    No error is raised if a backward since the last step has overflowed under a loss
+    scale.  A loss that is infinite in itself is reported when the loss scale has
+    reached its floor.
+    """
+
+    def total_norm(
+        tensors: Any,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Any:
+        if not isinstance(tensors, torch.Tensor):
+            tensors = list(tensors)  # iterated over twice
+        try:
+            return original(tensors, norm_type, error_if_nonfinite, foreach)
+        except RuntimeError:
+            if not error_if_nonfinite or not BACKWARDS.any_overflowed():
+                raise
+        return original(tensors, norm_type, False, foreach)
+
+    return total_norm
+
+
+def compiling(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A `torch.compile` that runs the pass before the script's backend.
+
+    A compiled module does not need this code: it is converted like any other module,
+    and its call inside the user's compilation goes through graphs that the user's
+    backend compiles.
+    """
+
+    @functools.wraps(original)
+    def compile(  # noqa: A001 (torch's own name)
+        model: Any = None,
+        *,
+        backend: Any = None,
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+        dynamic: bool | None = None,
+        **others: Any,
+    ) -> Any:
+        asked = {"backend": backend, "mode": mode, "options": options}
+        given: dict[str, Any] = {k: v for k, v in asked.items() if v is not None}
+        given |= {"dynamic": dynamic, **others}
+        if model is None:
+            return lambda function: compile(function, **given)
+        plain, automatic = original(model, **given), _mode
+        if automatic is None or not _is_plain(model, backend):
+            return plain
+        inner = compat.resolved_backend(backend, mode, options, dynamic)
+        if inner is None:
+            return plain
+        name = printable_line(getattr(model, "__qualname__", type(model).__name__))
+        chosen = automatic.options.compiled_by(inner)
+        rewriting = GraphBackend(chosen, f"{name}()", automatic.on_capture)
+        automatic.backends.add(rewriting)
+        ours = original(model, backend=rewriting, dynamic=dynamic, **others)
+
+        @functools.wraps(plain)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (ours if automatic.on else plain)(*args, **kwargs)
+
+        return call
+
+    return compile
+
+
+def _is_plain(model: Any, backend: Any) -> bool:
+    """Whether `model` is a function of the script's own, and `backend` is not ours.
+
+    A module does not count, and neither does the bound method `_call_impl`, which
+    `Module.compile` hands to `torch.compile`; nor does a function of a library whose
+    engine owns the precision.
+    """
+    owner = getattr(model, "__self__", None)
+    return (
+        callable(model)
+        and not isinstance(model, nn.Module)
+        and not (isinstance(owner, nn.Module) and model.__name__ == "_call_impl")
+        and not foreign.is_part_of_one(model)
+        and backend != "autoamp"
+        and not isinstance(backend, GraphBackend)
+    )
+
 
 Call = Callable[..., Any]
 
@@ -98,7 +268,7 @@ def disable() -> None:
         mode, _mode = _mode, None
         while _patches:
             _patches.pop().undo()
-        stderr.fall_silent()
+        fall_silent()
         expect_models(False)
     if mode is not None:
         _tell_of_unmet(mode)
@@ -144,10 +314,9 @@ def _start(
     with _switch:
         before, _mode = _mode, AutomaticMode(settings, heat)
         if not _patches:
-            stderr.speak_up()
+            speak_up()
             expect_models(True)
             _patches.append(Patch(nn.Module, "__call__", _watching, call))
-            compiling = compiling_with(lambda: _mode)
             _patches.append(Patch(torch, "compile", compiling, compile_))
             _patches.append(Patch(*compat.TOTAL_NORM, tolerating))
             if hasattr(torch.nn.utils, "get_total_norm"):

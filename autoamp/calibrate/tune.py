@@ -27,7 +27,7 @@ from autoamp.ask.stand_in import Call, LossFn, copied, default_loss, outcome_of
 from autoamp.calibrate.clock import device_name, seconds_of, surely_less
 from autoamp.calibrate.prices import MeasuredPrices
 from autoamp.calibrate.store import Store
-from autoamp.capture.autocast import autocast_for, fp32_results
+from autoamp.capture.graph import autocast_for, fp32_results
 from autoamp.capture.record import Skipped
 from autoamp.dtypes import UNSCALED, needs_loss_scale, short_name
 from autoamp.errors import OptionError, UnsupportedModelError

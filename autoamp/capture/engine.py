@@ -18,12 +18,13 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.pins import kept_by
-from autoamp.capture.autocast import autocast_region, graph_under_autocast
 from autoamp.capture.graph import (
     Graph,
     Local,
+    autocast_region,
     counting_runs,
     counting_sizes,
+    graph_under_autocast,
     scaled,
     undone,
     unscaled,
@@ -41,6 +42,7 @@ from autoamp.pipeline.run import as_it_is, prepare
 from autoamp.place.cost import PriceModel
 from autoamp.place.devices import Device
 from autoamp.rewrite.rewritten import Setting
+from autoamp.snapshot.write import SnapshotWriter
 from autoamp.trace.meshes import DTENSORS, NESTED, kind_of_tensors
 from autoamp.training.ledger.buffers import Written
 from autoamp.weights.copies import WeightCopies
@@ -75,6 +77,7 @@ class Engine:
         price: the prices of placements; by default those of the device's roofline.
         bound: for each graph, which other models may run as well, the function that
             this model's calls run.
+        writer: hears of the models' training calls, for `record=`; or None.
         on_capture: a function called with the engine after each call that captured
             something, or None.
         is_new: graphs were captured since `on_capture` was last called, or no more are.
@@ -89,6 +92,7 @@ class Engine:
     price: PriceModel | None = None
     local: Local = field(default_factory=Local)
     bound: dict[Prepared, Callable[..., Any]] = field(default_factory=dict)
+    writer: SnapshotWriter | None = None
     on_capture: Callable[[Engine], None] | None = None
     is_new: bool = False
     amount: compat.Amount = field(default_factory=compat.Amount)
@@ -104,7 +108,8 @@ class Engine:
     def compiled_by(self, backend: Callable[..., Any]) -> Engine:
         """An engine with the same record that hands its graphs to `backend`."""
         options = self.options.compiled_by(backend)
-        return Engine(options, self.record, on_capture=self.on_capture)
+        told = self.on_capture
+        return Engine(options, self.record, writer=self.writer, on_capture=told)
 
     def tell(self) -> None:
         """Tells the listener, if there is one, that new graphs have been run."""

@@ -70,22 +70,21 @@ def check_graph(
     log_once(logger, logging.WARNING, text)
 
 
-def check_model(lock: SavedReport, label: str) -> str:
-    """Why `lock` cannot be the lock of the model called `label`; "" if it can."""
-    if lock.model == label:
+def check_model(lock: SavedReport | None, label: str, why_not: str = "") -> str:
+    """Why the model called `label` is not as `lock` says; "" if it is.
+
+    Args:
+        why_not: why the model stays in fp32; "" where it is converted.
+    """
+    if lock is None:
         return ""
-    return (
-        f"the lock {lock.path} is the report of a model of class "
-        f"{printable_line(lock.model, 100)}, and this model is of class {label}, so "
-        "that nothing holds its placement; give the lock written for this model"
-    )
-
-
-def check_declined(lock: SavedReport, label: str, why_not: str) -> str:
-    """Why a model that stays fp32 is not as the lock says; "" if it is."""
     if lock.model != label:
-        return check_model(lock, label)
-    if not lock.low_ops:
+        return (
+            f"the lock {lock.path} is the report of a model of class "
+            f"{printable_line(lock.model, 100)}, and this model is of class {label}, "
+            "so that nothing holds its placement; give the lock written for this model"
+        )
+    if not (why_not and lock.low_ops):
         return ""
     return (
         f"{label} is not placed as the lock {lock.path} says, which has {lock.low_ops} "

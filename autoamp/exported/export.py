@@ -21,8 +21,7 @@ from torch import nn
 from autoamp import compat
 from autoamp.ask.examine import checked_model, replanned
 from autoamp.ask.find_overflow import Overflow, RecordedCall, Search
-from autoamp.capture.keep import for_model
-from autoamp.capture.locked import check_declined
+from autoamp.capture.locked import check_model
 from autoamp.check.constants import check_weights
 from autoamp.dtypes import parse_low_dtype
 from autoamp.errors import ExportError, LockError, UnsupportedModelError
@@ -49,7 +48,12 @@ from autoamp.inspect.report import Report
 from autoamp.kernels.table import ATTENTION, CHANNELS_LAST
 from autoamp.messages import log_once
 from autoamp.model.conversion import conversion_of
-from autoamp.model.eligible import choose_precision, not_converted, unsupported
+from autoamp.model.eligible import (
+    choose_precision,
+    for_model,
+    not_converted,
+    unsupported,
+)
 from autoamp.model.kept import left_as_it_is
 from autoamp.model.reporting import report_of
 from autoamp.node_by_node.held import Held
@@ -157,14 +161,13 @@ def _in_fp32(
     """The program of a model of which nothing runs low, which is said."""
     label = class_name(graph.model)
     if options.locked is not None:
-        differs = check_declined(options.locked, label, why_not)
+        differs = check_model(options.locked, label, why_not)
         if differs:
             raise LockError(differs)
     log_once(
         logger,
         logging.WARNING,
-        f"autoamp: {label} is exported as it is: it "
-        f"{not_converted(graph.model, why_not)}",
+        f"autoamp: {label} is exported as it is: it {not_converted(why_not)}",
     )
     _keep_plan(graph.program, Report(label, (), (), [(label, why_not)]), target, {})
     return graph.program

@@ -25,8 +25,8 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.ask.examine import twin_of
 from autoamp.capture.engine import Engine
+from autoamp.capture.program import disabled
 from autoamp.capture.record import Record
-from autoamp.capture.thread import disabled
 from autoamp.dtypes import short_name
 from autoamp.errors import ExportError
 from autoamp.graph_functions import attention, layer_norm, op_with_its_state, rms_norm

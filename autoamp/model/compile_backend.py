@@ -1,29 +1,34 @@
-"""A Dynamo backend that rewrites each graph and hands it to another backend.
+"""Models and functions in compilations of the user's own.
 
-The backend serves `torch.compile(model, backend="autoamp")`, and functions that a
-script compiles itself while the automatic mode is on.
+A Dynamo backend rewrites each graph and hands it to another backend.  It serves
+`torch.compile(model, backend="autoamp")`, and functions that a script compiles itself
+while the automatic mode is on.
 """
 
 from __future__ import annotations
 
 import logging
+import operator
+import sys
 import threading
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.capture.announce import announce
 from autoamp.capture.engine import Engine
-from autoamp.capture.record import Record
+from autoamp.capture.program import THREAD, inside_a_call
+from autoamp.capture.record import Record, announce
 from autoamp.messages import log_left_to_autocast
 from autoamp.model.eligible import choose_device_precision
-from autoamp.model.updates import updates_weights
 from autoamp.options import Options
 from autoamp.training.first_step import new_scaling
 from autoamp.training.scale import resolve_loss_scale
+from autoamp.training.uncalled import expect_no_calls
 
 logger = logging.getLogger(__name__)
 
@@ -121,3 +126,132 @@ def autoamp_backend(
     except TypeError:  # an option has no hash, such as a loss scale of the user's
         known = GraphBackend(chosen)
     return known(gm, example_inputs)
+
+
+_WRITES = {
+    operator.setitem,
+    operator.iadd,
+    operator.isub,
+    operator.imul,
+    operator.itruediv,
+    operator.ipow,
+    operator.imatmul,
+}
+
+
+def updates_weights(gm: fx.GraphModule) -> bool:
+    """Whether a graph that is being captured updates weights.
+
+    A graph updates weights if it writes to a parameter, or if it is captured inside an
+    optimizer's step without gradients recorded.  (A closure that an optimizer calls
+    records gradients: it computes a loss.)
+    """
+    return _writes_to_weights(gm) or (
+        not torch.is_grad_enabled() and _in_a_step_of_an_optimizer()
+    )
+
+
+def _writes_to_weights(gm: fx.GraphModule) -> bool:
+    weights = {
+        compat.storage_id(value)
+        for node in gm.graph.nodes
+        if node.op in {"placeholder", "get_attr"}
+        and isinstance(value := _value(node), torch.Tensor)
+        and (isinstance(value, nn.Parameter) or (value.is_leaf and value.requires_grad))
+    }
+    return bool(weights) and any(
+        compat.storage_id(value) in weights
+        for node in gm.graph.nodes
+        for written in _written(node)
+        if isinstance(value := _value(written), torch.Tensor)
+    )
+
+
+def _written(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes whose values a call writes to."""
+    held: list[Any] = [node.kwargs.get("out")]
+    if isinstance(node.target, torch._ops.OpOverload):
+        arguments = compat.schema(node.target).arguments
+        for position, argument in enumerate(arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = node.args[position : position + 1]
+                held.append(given or node.kwargs.get(argument.name))
+    elif _writes_in_place(node):
+        held.append(node.args[:1] or node.kwargs.get("self"))
+    return (each for each in pytree.tree_leaves(held) if isinstance(each, fx.Node))
+
+
+def _writes_in_place(node: fx.Node) -> bool:
+    """Whether a call writes in place: `+=`, or a name that ends with `_` (`add_`)."""
+    if node.op == "call_function" and node.target in _WRITES:
+        return True
+    name = node.target if node.op == "call_method" else _name_of(node.target)
+    return isinstance(name, str) and name.endswith("_") and not name.endswith("__")
+
+
+def _name_of(function: Any) -> Any:
+    return getattr(function, "__name__", "")
+
+
+def _value(node: fx.Node) -> Any:
+    """The stand-in that Dynamo has computed for a node's value, or None."""
+    return node.meta.get("example_value")
+
+
+def _in_a_step_of_an_optimizer() -> bool:
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(owner, torch.optim.Optimizer):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def traced_for_us() -> bool:
+    """Whether Dynamo traces for a converted model now, and not for the user.
+
+    True under `torch._dynamo.explain` too, with which users ask about the model's own
+    code.  The answer can be a constant, because only we call the code that we compile.
+    """
+    return inside_a_call() or THREAD.off > 0 or compat.is_asked_by_dynamo()
+
+
+USERS_BACKENDS: list[Callable[..., Any]] = []
+"""The backends of the user's own compilations in which a converted model was met."""
+
+
+ONE_GRAPH, RUNS_OUR_PASS = -1, -2
+"""Answers in place of a position in `USERS_BACKENDS`.
+
+`ONE_GRAPH`: the graph must not be broken.  `RUNS_OUR_PASS`: the backend runs our pass
+anyway.
+"""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def users_backend() -> int:
+    """The position in `USERS_BACKENDS` of the backend that Dynamo traces for now.
+
+    The answer may also be `ONE_GRAPH` or `RUNS_OUR_PASS`.
+    """
+    backend, may_break = compat.tracing_backend()
+    backend = compat.without_buckets(backend)
+    if is_ours(compat.unwrapped_backend(backend)):
+        expect_no_calls()
+        return RUNS_OUR_PASS
+    if backend is None or not may_break:
+        expect_no_calls()
+        logger.warning(
+            "autoamp: a converted model is called in a compilation with "
+            "fullgraph=True, and torch.autocast stands in for its rewritten graphs; "
+            'drop fullgraph=True, or use torch.compile(..., backend="autoamp")'
+        )
+        return ONE_GRAPH
+    for index, known in enumerate(USERS_BACKENDS):
+        if known is backend:
+            return index
+    USERS_BACKENDS.append(backend)
+    return len(USERS_BACKENDS) - 1

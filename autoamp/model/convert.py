@@ -1,5 +1,7 @@
 """`convert` and `revert`: mixed precision on a model's call path, in place.
 
+A conversion is decided (`decide`), and then installed.
+
 The model stays the same object.  Its `forward` becomes an instance attribute that calls
 a compiled entry *with the instance as an argument*, so deep copies run their own
 weights; everything else about the model is untouched.
@@ -9,22 +11,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from autoamp import foreign
-from autoamp.capture.alike import STATE
 from autoamp.capture.engine import Engine
-from autoamp.capture.keep import for_model
-from autoamp.capture.locked import check_declined, check_model, tell_of_model
+from autoamp.capture.locked import check_model, tell_of_model
+from autoamp.capture.program import STATE
 from autoamp.capture.record import Record, Skipped
 from autoamp.dtypes import UNSCALED, largest, short_name
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.messages import log_once
-from autoamp.model.call.entry import Entry
-from autoamp.model.call.recorded import RecordedEntry
 from autoamp.model.children import left_alone, watch
 from autoamp.model.conversion import (
     CONVERSIONS,
@@ -32,18 +33,20 @@ from autoamp.model.conversion import (
     Conversion,
     conversion_of,
     inside_wrappers,
+    install,
     models_of,
     uninstall,
 )
 from autoamp.model.eligible import (
     choose_precision,
+    for_model,
     not_converted,
     own_precision,
     unsupported,
 )
-from autoamp.model.installed import install
+from autoamp.model.entry import Entry, RecordedEntry
+from autoamp.model.forward import methods_past
 from autoamp.model.kept import capture_now
-from autoamp.model.methods import methods_past
 from autoamp.options import Options
 from autoamp.overflow.remedy import Remedy
 from autoamp.place.cost import PriceModel
@@ -53,12 +56,40 @@ from autoamp.snapshot.write import SnapshotWriter
 from autoamp.training.attach import detach_from
 from autoamp.training.first_step import end_scaling, new_scaling
 from autoamp.training.model_scaling import ModelScaling
-from autoamp.training.scale import NoLossScale, resolve_loss_scale
+from autoamp.training.scale import LossScale, NoLossScale, resolve_loss_scale
 from autoamp.training.uncalled import expect_calls
 from autoamp.weights.loaded import own_loaded_weights
 from autoamp.weights.shards import SHARDED
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is decided on a model before anything of it is changed.
+
+    Attributes:
+        model: the model, inside all wrappers.
+        options: the options, with what the model itself asks for.
+        low: the compute dtype; None where the model is not converted.
+        why_not: why it is not.
+        scale: the loss scale to begin with.
+        notes: how a half-precision model is trained; empty for other models.
+        folder: where a snapshot is written, or None.
+    """
+
+    model: nn.Module
+    options: Options
+    low: torch.dtype | None
+    why_not: str
+    scale: LossScale
+    notes: tuple[Skipped, ...]
+    folder: Path | None
+
+    @property
+    def label(self) -> str:
+        """The name of the model's class."""
+        return class_name(self.model)
 
 
 def convert_model(
@@ -82,36 +113,86 @@ def convert_model(
         UnsupportedModelError: `model` is not a module, or cannot be captured.
         OptionError: `example_inputs`, or a pattern of `keep=`, cannot be used.
     """
-    model = inside_wrappers(model)
-    reason = unsupported(model) or _inside_engine(model)
-    if reason:
-        raise UnsupportedModelError(reason)
     if example_inputs is not None and not isinstance(example_inputs, tuple):
         raise OptionError("example_inputs must be a tuple of the model's arguments")
+    decided = decide(model, options, masters=masters)
+    if decided.low is None:
+        _decline(decided)
+    else:
+        engine = _engine(decided, decided.low, automatic)
+        engine.price, engine.on_capture = price, on_capture
+        _install(decided, engine, example_inputs)
+    return decided.model
+
+
+def decide(model: nn.Module, options: Options, *, masters: bool = False) -> Decision:
+    """Decides whether and how to convert a model, which is not changed.
+
+    Raises:
+        UnsupportedModelError: `model` is not a module, or cannot be captured.
+        LockError: the lock does not fit the model, and `strict` is set.
+        OptionError: a pattern of `keep=` or the folder of `record=` cannot be used.
+    """
+    model = inside_wrappers(model)
+    reason = unsupported(model)
+    if not reason and (engine := foreign.left_to_outer(model)):
+        reason = f"{class_name(model)} cannot be converted. {engine}"
+    if reason:
+        raise UnsupportedModelError(reason)
     low, why_not = choose_precision(model, options)
     own = own_precision(model) if masters else None
     options, label = for_model(model, options, low), class_name(model)
-    notes = [] if own is None else [Skipped(label, _with_masters(own))]
-    scale = resolve_loss_scale(options.loss_scale, _shortest(own, low))
+    # Gradients have the dtype of their weights: the narrowest range decides.
+    narrowest = min(filter(None, (own, low)), key=largest, default=UNSCALED)
+    scale = resolve_loss_scale(options.loss_scale, narrowest)
     if low is None and own is not None and not isinstance(scale, NoLossScale):
         # The model is converted for loss scaling only: none of its ops is lowered.
-        low, options = own, _runs_as_it_is(options, label)
-    options = _with_fitting_lock(options, label, "" if low is not None else why_not)
-    writer = _writer(options, label, converts=low is not None)
-    if low is None:
-        return _decline(model, label, why_not, notes)
+        low, why_not, options = own, "", _runs_as_it_is(options, label)
+    if problem := check_model(options.locked, label, why_not):
+        tell_of_model(problem, strict=options.strict)
+        options = options.replace(lock=None)
+    notes: tuple[Skipped, ...] = ()
+    if own is not None:
+        kept = f"keeps its {short_name(own)} parameters"
+        why = f"{kept}; its optimizer steps fp32 master weights"
+        notes = (Skipped(label, why),)
+    folder = None if options.record is None else checked(options.record)
+    return Decision(model, options, low, why_not, scale, notes, folder)
+
+
+def _engine(decided: Decision, low: torch.dtype, automatic: bool) -> Engine:
+    """The engine of a model's graphs, with the record and the loss scaling."""
+    options, label = decided.options, decided.label
+    writer = None
+    if decided.folder is not None:
+        writer = SnapshotWriter(decided.folder, options)
+    scaling = new_scaling(
+        options,
+        decided.scale,
+        label,
+        _models_of,
+        [convert_again] if options.heal else [],
+        low=low,
+        automatic=automatic,
+        on_step=() if writer is None else (writer.stepped,),
+    )
+    if writer is not None:
+        writer.scaling = scaling
+    if not (automatic or decided.notes):
+        expect_calls(scaling, _what_is_captured, strict=options.strict)
+    record = Record(label, low, scaling, skipped=[*decided.notes])
+    return Engine(options, record, writer=writer)
+
+
+def _install(
+    decided: Decision, engine: Engine, example_inputs: tuple[Any, ...] | None
+) -> None:
+    """Has the calls of the model run under `engine`; changes nothing if it raises."""
+    model = decided.model
     own_loaded_weights(model)
     state, fresh = _state_of(model)
-    before = state.call
-    listeners = [convert_again] if options.heal else []
-    on_step = () if writer is None else (writer.stepped,)
-    named: dict[str, Any] = {"low": low, "automatic": automatic, "on_step": on_step}
-    scaling = new_scaling(options, scale, label, _models_of, listeners, **named)
-    record = Record(label, low, scaling)
-    of_class = state.previous is None
-    engine = Engine(options, record, price=price, on_capture=on_capture)
-    state.call = _entry(writer, engine, type(model), of_class=of_class)
-    record.skipped += notes
+    before, kind = state.call, Entry if engine.writer is None else RecordedEntry
+    state.call = kind(engine, type(model), of_class=state.previous is None)
     watch(model)
     if example_inputs is not None:
         try:
@@ -121,12 +202,10 @@ def convert_model(
             if fresh:
                 revert_model(model)
             raise
-    if not automatic and own is None:
-        expect_calls(scaling, _what_is_captured, strict=options.strict)
     _end_recording(before)
     DECLINED.pop(model, None)
-    logger.debug("autoamp: %s will be converted to %s", label, short_name(low))
-    return model
+    low = short_name(engine.record.low)
+    logger.debug("autoamp: %s will be converted to %s", decided.label, low)
 
 
 def _state_of(model: nn.Module) -> tuple[Conversion, bool]:
@@ -143,65 +222,26 @@ def _state_of(model: nn.Module) -> tuple[Conversion, bool]:
     return install(model), True
 
 
-def _inside_engine(model: nn.Module) -> str:
-    engine = foreign.left_to_outer(model)
-    return f"{class_name(model)} cannot be converted. {engine}" if engine else ""
-
-
-def _writer(options: Options, label: str, *, converts: bool) -> SnapshotWriter | None:
-    """The writer of the snapshot that `record=` asks for.
-
-    Raises:
-        OptionError: its folder cannot be written to.
-    """
-    if options.record is None:
-        return None
-    folder = checked(options.record)
-    if not converts:
-        logger.warning("autoamp: %s is not converted, and not recorded", label)
-        return None
-    return SnapshotWriter(folder, options)
-
-
-def _entry(
-    writer: SnapshotWriter | None,
-    engine: Engine,
-    owner: type[nn.Module],
-    *,
-    of_class: bool,
-) -> Entry:
-    """The entry of a model's calls, of which a writer may be told."""
-    if writer is None:
-        return Entry(engine, owner, of_class=of_class)
-    writer.scaling = engine.record.scaling
-    return RecordedEntry(writer, engine, owner, of_class=of_class)
-
-
 def _end_recording(call: Entry | None) -> None:
     """Ends the writer of a call that a model has no more, unless a copy has it."""
-    if not isinstance(call, RecordedEntry):
-        return
-    others = [getattr(each.call, "writer", None) for each in CONVERSIONS]
-    if all(each is not call.writer for each in others):
-        call.writer.end()
+    writer = None if call is None else call.engine.writer
+    others = [each.engine.writer for each in CONVERSIONS if each.engine is not None]
+    if writer is not None and all(each is not writer for each in others):
+        writer.end()
 
 
-def _decline(
-    model: nn.Module, label: str, why_not: str, notes: list[Skipped]
-) -> nn.Module:
-    """Logs why a model is not converted, and reverts an earlier conversion.
-
-    Args:
-        notes: how a half-precision model is trained instead; empty for other models.
-    """
+def _decline(decided: Decision) -> None:
+    """Logs why a model is not converted, and reverts an earlier conversion."""
+    model, label, notes = decided.model, decided.label, [*decided.notes]
+    if decided.folder is not None:
+        logger.warning("autoamp: %s is not converted, and not recorded", label)
     if notes:
         logger.info("autoamp: %s %s", label, notes[0].why)
     else:
-        text = f"autoamp: {label} {not_converted(model, why_not)}"
+        text = f"autoamp: {label} {not_converted(decided.why_not)}"
         log_once(logger, logging.WARNING, text, of=model)
     revert_model(model, optimizers=not notes)
-    DECLINED[model] = Conversion(declined=notes or [Skipped(label, why_not)])
-    return model
+    DECLINED[model] = Conversion(declined=notes or [Skipped(label, decided.why_not)])
 
 
 def _models_of(scaling: ModelScaling) -> list[nn.Module]:
@@ -250,41 +290,13 @@ def _under(remedy: Remedy, engine: Engine) -> Engine:
     record = Record(old.label, old.low, old.scaling)
     # Notes about graphs are made again with the graphs.
     record.skipped += [each for each in old.skipped if each.what == old.label]
-    options, told = remedy.on(engine.options), engine.on_capture
-    return Engine(options, record, price=engine.price, on_capture=told)
-
-
-def _with_fitting_lock(options: Options, label: str, why_not: str) -> Options:
-    """`options`, without the lock if the lock does not fit the model.
-
-    Args:
-        why_not: why the model stays in fp32; "" where it is converted.
-
-    Raises:
-        LockError: the lock does not fit the model, and `strict` is set.
-    """
-    lock = options.locked
-    if lock is None:
-        return options
-    problem = (
-        check_declined(lock, label, why_not) if why_not else check_model(lock, label)
+    return Engine(
+        remedy.on(engine.options),
+        record,
+        price=engine.price,
+        writer=engine.writer,
+        on_capture=engine.on_capture,
     )
-    if not problem:
-        return options
-    tell_of_model(problem, strict=options.strict)
-    return options.replace(lock=None)
-
-
-def _with_masters(own: torch.dtype) -> str:
-    return (
-        f"keeps its {short_name(own)} parameters; its optimizer steps fp32 master "
-        "weights"
-    )
-
-
-def _shortest(own: torch.dtype | None, low: torch.dtype | None) -> torch.dtype:
-    """The gradient dtype with the narrowest range."""
-    return min(filter(None, (own, low)), key=largest, default=UNSCALED)
 
 
 def _runs_as_it_is(options: Options, label: str) -> Options:

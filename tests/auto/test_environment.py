@@ -467,13 +467,3 @@ def test_kernels_are_switched_off_by_name() -> None:
     assert (named.fuse, named.unfused) == (True, ("gelu_tanh", "rms_norm"))
     wrong = problem(AUTOAMP_UNFUSED="silu,gelu_tahn")
     assert "'gelu_tahn', which is no kernel; did you mean 'gelu_tanh'?" in wrong
-
-
-def test_the_old_variable_is_read_and_one_sentence_gives_the_new_one() -> None:
-    old = {"AUTOAMP_FUSE": "gelu_tanh,silu", "AUTOAMP_UNFUSED": "mish"}
-    options = read(old).options
-    assert options.fuse is True
-    assert set(options.unfused) == {"gelu_tanh", "silu", "mish"}
-    (sentence,) = remarks(old)
-    assert sentence.endswith("is now written AUTOAMP_UNFUSED=gelu_tanh,silu")
-    assert remarks({"AUTOAMP_FUSE": "0"}) == remarks({"AUTOAMP_FUSE": "nonsense"}) == []

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autoamp
-from autoamp.capture.announce import tell_progress
+from autoamp.capture.record import tell_progress
 from autoamp.model.conversion import conversion_of
 from tests.processes import run_script
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp import messages
-from autoamp.auto import own_autocast
+from autoamp.auto import mode
 
 X = torch.randn(4, 16)
 REGION = {"device_type": "cpu", "dtype": torch.bfloat16}
@@ -40,7 +40,7 @@ class Inside(Net):
 @pytest.fixture(autouse=True)
 def automatic(monkeypatch, caplog) -> Iterator[None]:
     monkeypatch.setattr(messages, "_logged", {})
-    own_autocast._seen.clear()
+    mode._seen.clear()
     caplog.set_level(logging.INFO, "autoamp")
     autoamp.enable(precision="bf16", do_no_harm=False)
     yield

@@ -221,7 +221,7 @@ def test_a_long_first_call_shows_signs_of_life(caplog, monkeypatch) -> None:
         return real(*args)
 
     monkeypatch.setattr(pipeline, "normalise", slow)
-    monkeypatch.setattr("autoamp.model.call.entry.signs_of_life", quickly)
+    monkeypatch.setattr("autoamp.model.entry.signs_of_life", quickly)
     model = kind_of_block(-1)(8)  # none like it has been captured
     autoamp.convert(model, **BF16)(torch.randn(2, 8))
     assert "the first call of Block-1 has taken 0 s" in caplog.text

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import autoamp
 from autoamp.capture import engine as engines
-from autoamp.capture.alike import likeness
+from autoamp.capture.program import likeness
 
 
 class Small(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import autoamp
-from autoamp.model.methods import computing_methods
+from autoamp.model.forward import computing_methods
 from tests.small_models import BF16
 
 

@@ -104,7 +104,7 @@ A name covers everything below it; an entry that no line uses any more fails too
 
 
 ATTRIBUTES_ALLOWED: dict[tuple[str, str], str] = {
-    ("autoamp.model.installed", "_replicate_for_data_parallel"): (
+    ("autoamp.model.conversion", "_replicate_for_data_parallel"): (
         "what nn.DataParallel calls; a method of that name is how it is met"
     )
 }

@@ -27,14 +27,14 @@ WALKS: dict[str, tuple[str, ...]] = {
     # Torch runs the code between these functions: Dynamo, and the code that it makes.
     "the first call": (
         "model.forward:make_forward.forward",
-        "model.call.entry:Entry.__call__",
+        "model.entry:Entry.__call__",
         "capture.program:Backend.__call__",
         "capture.program:Backend.__call__.run",
         "capture.graph:scaled.call_scaled",
     ),
     "a later call": (
         "model.forward:make_forward.forward",
-        "model.call.entry:Entry._run",
+        "model.entry:Entry._run",
         "capture.program:Backend.__call__.run",
         "capture.graph:scaled.call_scaled",
         "capture.graph:unscaled.call",

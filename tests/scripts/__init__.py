@@ -29,7 +29,7 @@ import autoamp
 from autoamp.auto import switch
 from autoamp.counted.flops import flops_of
 from autoamp.inspect.report import Report
-from autoamp.model.candidates import inside
+from autoamp.model.children import inside
 from autoamp.model.reporting import report_of
 from tests.processes import run_script
 

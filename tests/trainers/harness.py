@@ -25,7 +25,7 @@ from accelerate.state import AcceleratorState
 import autoamp
 from autoamp.auto import switch
 from autoamp.inspect.report import Report
-from autoamp.model.candidates import inside
+from autoamp.model.children import inside
 
 FOLDER = Path(__file__).resolve().parent
 ROUNDING = torch.finfo(torch.bfloat16).eps / 2

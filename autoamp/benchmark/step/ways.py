@@ -113,7 +113,5 @@ def precision_for(model: nn.Module, options: Options) -> torch.dtype:
         if low is None and options.precision in LOW_DTYPES:
             low = LOW_DTYPES[str(options.precision)]
         if low is None:
-            raise UnsupportedModelError(
-                f"{class_name(model)} {not_converted(model, why)}"
-            )
+            raise UnsupportedModelError(f"{class_name(model)} {not_converted(why)}")
     return low

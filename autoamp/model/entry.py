@@ -19,30 +19,35 @@ import torch
 from torch import nn
 
 from autoamp import compat
-from autoamp.capture.alike import likeness
-from autoamp.capture.announce import announce, tell_progress
-from autoamp.capture.autocast import (
+from autoamp.capture.engine import Engine
+from autoamp.capture.graph import (
     all_widened,
     autocast_for,
     fp32_results,
     unscaled_dtype,
 )
-from autoamp.capture.engine import Engine
-from autoamp.capture.program import Program, program_for
-from autoamp.capture.thread import THREAD, tell_ranks, under_compilation
+from autoamp.capture.program import (
+    THREAD,
+    Program,
+    inside_a_call,
+    likeness,
+    program_for,
+    tell_ranks,
+    under_compilation,
+)
+from autoamp.capture.record import announce, tell_progress
 from autoamp.errors import CaptureError
 from autoamp.messages import log_once, signs_of_life
-from autoamp.model.call.anew import captured_often
-from autoamp.model.call.bypassed import (
+from autoamp.model.bypassed import (
     AS_WRITTEN,
     FORWARD_MODE,
     INSTEAD,
     TRACED,
+    Rest,
+    captured_often,
     ran_nothing,
 )
-from autoamp.model.call.fp32_modes import Rest
-from autoamp.model.call.hooks import Hooks
-from autoamp.model.call.users_compile import (
+from autoamp.model.compile_backend import (
     ONE_GRAPH,
     RUNS_OUR_PASS,
     USERS_BACKENDS,
@@ -52,6 +57,46 @@ from autoamp.model.call.users_compile import (
 from autoamp.model.forward import plain_function
 
 logger = logging.getLogger(__name__)
+
+
+class Hooks:
+    """The hooks that calls of one conversion's models have met.
+
+    Attributes:
+        guarded: whether code compiled from now on guards the hooks of modules.
+    """
+
+    def __init__(self) -> None:
+        self.guarded = False
+        self._everywhere = False
+        self._unhooked: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
+
+    def are_new(self, model: nn.Module) -> bool:
+        """Whether there are hooks to guard, or hooks on all modules came or went."""
+        if compat.hooks_everywhere() != self._everywhere:
+            return True  # Dynamo never guards hooks on all modules
+        if self.guarded:
+            return False
+        added = compat.hooks_of_others()
+        known = self._unhooked.get(id(model))
+        if known is not None and known[1] == added and known[0]() is model:
+            return False
+        if compat.has_hooks(model):
+            return True
+        for known_id, (other, _) in list(self._unhooked.items()):
+            if other() is None:
+                self._unhooked.pop(known_id, None)
+        self._unhooked[id(model)] = weakref.ref(model), added
+        return False
+
+    def guard(self) -> bool:
+        """Guards hooks from now on; returns whether the code must be compiled anew."""
+        everywhere = compat.hooks_everywhere()
+        if self.guarded and self._everywhere == everywhere:
+            return False  # another thread was first
+        self.guarded, self._everywhere = True, everywhere
+        return True
+
 
 _RECOMPILE_LIMIT = 8
 """Dynamo's recompile limit per code object: after so many graphs it makes no more."""
@@ -114,15 +159,9 @@ class Entry:
 
     def run_by(self, engine: Engine) -> Entry:
         """The entry of the same callable whose graphs `engine` makes ready."""
-        found = self.another(engine, self.owner, self.name, of_class=self.of_class)
+        found = type(self)(engine, self.owner, self.name, of_class=self.of_class)
         found.path = self.path
         return found
-
-    def another(
-        self, engine: Engine, owner: type[nn.Module], name: str, *, of_class: bool
-    ) -> Entry:
-        """An entry of the same class."""
-        return Entry(engine, owner, name, of_class=of_class)
 
     def leave_to_autocast(self, why: str) -> None:
         """Has all calls, of other methods too, run under `torch.autocast`."""
@@ -382,7 +421,7 @@ class Entry:
             return self
         with self._lock:
             if name not in self._methods:
-                found = self.another(self.engine, owner, name, of_class=True)
+                found = Entry(self.engine, owner, name)
                 found.path = self.path
                 self._methods[name] = found
                 found._by_autocast = found._left_to_autocast = self._left_to_autocast
@@ -554,3 +593,20 @@ def _apart(
 ) -> Any:
     """Makes a call from the user's compilation, whose graph is broken at the call."""
     return forward.compiled_by(backend).of(owner, name)(model, args, kwargs)
+
+
+class RecordedEntry(Entry):
+    """The entry of a model with `record=`, whose training calls a writer hears of."""
+
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """As for `Entry`; where gradients are recorded, the writer hears of it."""
+        writer = self.engine.writer
+        recorded = torch.is_grad_enabled() and not (THREAD.off or inside_a_call())
+        if writer is None or not recorded:
+            return super().__call__(model, args, kwargs)
+        writer.begin(model, args, kwargs)
+        result = super().__call__(model, args, kwargs)
+        writer.returned(result)
+        return result

@@ -1,1 +1,0 @@
-"""A call of a converted model: through its graphs, or past them."""
