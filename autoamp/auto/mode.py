@@ -6,7 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -59,6 +59,7 @@ def tell_of_own_autocast(module: nn.Module) -> None:
 Call = Callable[..., Any]
 
 
+@dataclass(slots=True)
 class _Known:
     """The decision on one module that is called from outside all other modules.
 
@@ -67,48 +68,24 @@ class _Known:
         converted: whether the module, or the module inside a wrapper, was converted.
         transparent: whether a decision is made on each module that the module calls.
         no_model: whether the module, and what it calls, runs in fp32 as it is no model.
-        declined_on: the device on which the module could not be converted; None if it
-            was converted, or no conversion was tried.
         modes: the modes in which the module was hot, and runs its graphs.
+        declined: the first weight of a module that could not be converted, and the
+            device it was on; None where it was, or where nothing was tried.
     """
 
-    __slots__ = (
-        "_parameter",
-        "converted",
-        "declined_on",
-        "modes",
-        "module",
-        "no_model",
-        "transparent",
-    )
-
-    def __init__(
-        self,
-        module: weakref.ref[nn.Module],
-        converted: bool = False,
-        transparent: bool = False,
-        declined: bool = False,
-        no_model: bool = False,
-    ) -> None:
-        self.module = module
-        self.no_model = no_model
-        self.converted = converted
-        self.transparent = transparent
-        self.modes: set[tuple[bool, bool]] = set()
-        self.declined_on: torch.device | None = None
-        this = module()
-        first = next(nn.Module.parameters(this), None) if declined and this else None
-        if first is not None:
-            # Every call of a declined model checks whether the model has moved.
-            self._parameter = weakref.ref(first)
-            self.declined_on = first.device
+    module: weakref.ref[nn.Module]
+    converted: bool = False
+    transparent: bool = False
+    no_model: bool = False
+    modes: set[tuple[bool, bool]] = field(default_factory=set)
+    declined: tuple[weakref.ref[nn.Parameter], torch.device] | None = None
 
     def has_moved(self) -> bool:
         """Whether the module was declined on another device than its present one."""
-        if self.declined_on is None:
+        if self.declined is None:
             return False
-        parameter = self._parameter()
-        return parameter is None or parameter.device != self.declined_on
+        weight, device = self.declined[0](), self.declined[1]
+        return weight is None or weight.device != device
 
 
 def _say_left(module: nn.Module, error: Exception) -> None:
@@ -153,7 +130,7 @@ class AutomaticMode:
             if result is not HOT:
                 return result
             known = self._decided(module, self._decide)
-        elif known.declined_on is not None and known.has_moved():
+        elif known.declined is not None and known.has_moved():
             known = self._decided(module, self._decide_again)
         if known is not None and known.transparent:
             return original(module, *args, **kwargs)
@@ -244,14 +221,15 @@ class AutomaticMode:
                 self._convert(choice.target, choice.only_if_it_pays)
             ours = self._ours(module) is not None
             known = _Known(
-                self._reference(module),
-                ours,
-                choice.transparent,
-                declined=choice.target is not None and not ours,
-                no_model=choice.no_model,
+                self._reference(module), ours, choice.transparent, choice.no_model
             )
             if ours:
                 known.modes.add(mode_of(module))
+            elif choice.target is not None:
+                # Every call of a declined model checks whether the model has moved.
+                weight = next(nn.Module.parameters(module), None)
+                if weight is not None:
+                    known.declined = weakref.ref(weight), weight.device
             self._known[id(module)] = known
             return known
 

@@ -27,7 +27,6 @@ from autoamp.capture.program import STATE, THREAD, inside_a_call, inside_capture
 from autoamp.model.conversion import (
     CONVERSIONS,
     Conversion,
-    Watch,
     conversion_of,
     inside_wrappers,
     install,
@@ -222,7 +221,7 @@ def left_alone(model: nn.Module) -> list[nn.Module]:
     return [each for each in parts if model is root or id(each) in inside]
 
 
-class _Watch(Watch):
+class _Watch:
     """Hears of the calls of the modules in one converted model."""
 
     def __init__(self, model: nn.Module, state: Conversion) -> None:
@@ -235,7 +234,11 @@ class _Watch(Watch):
         watch(copied)
 
     def __call__(self, module: nn.Module, is_off: bool) -> None:
-        """Captures `module`, which is about to be called, if its call is a whole."""
+        """Captures `module`, which is about to be called, if its call is a whole.
+
+        Args:
+            is_off: whether Dynamo is switched off there.
+        """
         state = self._state()
         root = None if state is None else state.model
         if state is None or root is None or state.call is None:

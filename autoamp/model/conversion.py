@@ -11,7 +11,6 @@ import copy
 import logging
 import types
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,22 +45,6 @@ _REPLACED = (
 )
 
 
-class Watch(ABC):
-    """Hears of the calls of the modules in a converted model."""
-
-    @abstractmethod
-    def __call__(self, module: nn.Module, is_off: bool) -> None:
-        """Hears that `module` is about to be called.
-
-        Args:
-            is_off: whether Dynamo is switched off there.
-        """
-
-    @abstractmethod
-    def over(self, copied: nn.Module) -> None:
-        """Has the modules in a copy of the model watched as well."""
-
-
 class Conversion:
     """The state of one converted model, or of a model that was not converted.
 
@@ -72,7 +55,7 @@ class Conversion:
         methods: names of the methods besides `forward` that we put on the instance.
         replaced: the instance's own attributes that ours have replaced, by name.
         declined: why the model was not converted.
-        watch: hears of the calls of the modules in the model; None where nothing does.
+        watch: hears of the calls of the modules in the model (`children.py`), or None.
     """
 
     def __init__(
@@ -87,7 +70,7 @@ class Conversion:
         self.methods = methods
         self.replaced = replaced or {}
         self.declined = declined or []
-        self.watch: Watch | None = None
+        self.watch: Any = None
         self._root: weakref.ref[nn.Module] | None = None
         self._bound: weakref.ref[types.MethodType] | None = None
         if bound is not None:

@@ -9,7 +9,6 @@ from torch import nn
 from autoamp.capture.record import Record
 from autoamp.dtypes import NARROWEST
 from autoamp.inspect.figures import (
-    Coverage,
     LossScaleReport,
     Range,
     coverage_of,
@@ -30,17 +29,23 @@ def report_of(
         model: the model, whose weights are compared with the range of fp16.
         explained_for: the device that graphs were rewritten for without being run.
     """
-    captured = [g for g in record.graphs if g.rewritten is not None]
+    captured = [(g, g.rewritten) for g in record.graphs if g.rewritten is not None]
+    skipped = [(s.what, s.why) for s in record.skipped]
+    calls = record.calls, record.aside, record.in_part
+    runs = [(done, g.sizes or Counter({(): g.runs})) for g, done in captured]
+    ranges: dict[str, Range] = {}
+    if model is not None and record.low == NARROWEST:
+        ranges = ranges_of(dict(model.named_parameters(remove_duplicate=False)))
     return Report(
         label=record.label,
-        rewritten=[g.rewritten for g in captured if g.rewritten is not None],
-        graphs=[g.gm for g in captured],
-        skipped=_skipped(record),
+        rewritten=[done for _, done in captured],
+        graphs=[g.gm for g, _ in captured],
+        skipped=skipped,
         runs=record.runs,
-        unwatched=max((g.copies.unwatched for g in captured if g.copies), default=0),
+        unwatched=max((g.copies.unwatched for g, _ in captured if g.copies), default=0),
         loss_scale=loss_scale_of(record.scaling),
-        coverage=_coverage(record),
-        ranges=_ranges(record, model),
+        coverage=coverage_of(calls, runs, skipped),
+        ranges=ranges,
         explained_for=explained_for,
     )
 
@@ -54,26 +59,6 @@ def report_on(model: nn.Module) -> Report | None:
         return report_of(state.engine.record, model)
     skipped = [(s.what, s.why) for s in state.skipped]
     return Report(class_name(model), (), (), skipped)
-
-
-def _ranges(record: Record, model: nn.Module | None) -> dict[str, Range]:
-    if model is None or record.low != NARROWEST:
-        return {}
-    return ranges_of(dict(model.named_parameters(remove_duplicate=False)))
-
-
-def _skipped(record: Record) -> list[tuple[str, str]]:
-    return [(s.what, s.why) for s in record.skipped]
-
-
-def _coverage(record: Record) -> Coverage:
-    done = [
-        (g.rewritten, g.sizes or Counter({(): g.runs}))
-        for g in record.graphs
-        if g.rewritten is not None
-    ]
-    calls = record.calls, record.aside, record.in_part
-    return coverage_of(calls, done, _skipped(record))
 
 
 def loss_scale_of(scaling: ModelScaling) -> LossScaleReport | None:
