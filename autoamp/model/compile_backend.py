@@ -185,12 +185,8 @@ def _writes_in_place(node: fx.Node) -> bool:
     """Whether a call writes in place: `+=`, or a name that ends with `_` (`add_`)."""
     if node.op == "call_function" and node.target in _WRITES:
         return True
-    name = node.target if node.op == "call_method" else _name_of(node.target)
+    name = getattr(node.target, "__name__", node.target)  # of a method, the target
     return isinstance(name, str) and name.endswith("_") and not name.endswith("__")
-
-
-def _name_of(function: Any) -> Any:
-    return getattr(function, "__name__", "")
 
 
 def _value(node: fx.Node) -> Any:

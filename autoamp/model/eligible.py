@@ -73,17 +73,12 @@ def unsupported(model: Any, *, needs_data: bool = True) -> str | None:
 
 def _on_meta(model: nn.Module) -> str:
     """The path of the first parameter or buffer on the meta device, or ""."""
-    for module in compat.modules_of(model):
+    for path, module in compat.named_modules_of(model):
         for held in (compat.parameters_here(module), compat.buffers_here(module)):
-            for tensor in held.values():
+            for name, tensor in held.items():
                 if tensor is not None and tensor.is_meta:
-                    return _path_on_meta(model)
+                    return f"{path}.{name}" if path else name
     return ""
-
-
-def _path_on_meta(model: nn.Module) -> str:
-    named = (*nn.Module.named_parameters(model), *nn.Module.named_buffers(model))
-    return next(path for path, tensor in named if tensor.is_meta)
 
 
 def choose_precision(
@@ -165,23 +160,17 @@ def choose_device_precision(
 
 
 def _quantised(model: nn.Module, modules: Iterable[nn.Module]) -> str:
-    """Says which module of `model` is quantised, or "".
-
-    Args:
-        modules: all modules of `model`.
-    """
-    if not any(map(_is_quantised, {type(module) for module in modules})):
+    """Says which of the modules of `model` is quantised, or ""."""
+    packages = {type(module): type(module).__module__.split(".") for module in modules}
+    kinds = [
+        kind
+        for kind, package in packages.items()
+        if "quantized" in package and package[0] in ("torch", "torchao")
+    ]
+    if not kinds:
         return ""
-    every = model.named_modules()
-    path, found = next((p, m) for p, m in every if _is_quantised(type(m)))
+    path, found = next((p, m) for p, m in model.named_modules() if type(m) in kinds)
     return f"{path or 'the model'} is quantised ({type(found).__name__})"
-
-
-def _is_quantised(kind: type) -> bool:
-    if "quantized" not in kind.__module__:
-        return False
-    package = kind.__module__.split(".")
-    return package[0] in ("torch", "torchao") and "quantized" in package
 
 
 def _nothing_to_convert(parameters: Sequence[nn.Parameter]) -> str:

@@ -421,10 +421,7 @@ class Entry:
             return self
         with self._lock:
             if name not in self._methods:
-                found = Entry(self.engine, owner, name)
-                found.path = self.path
-                self._methods[name] = found
-                found._by_autocast = found._left_to_autocast = self._left_to_autocast
+                self._methods[name] = self._part(self.path, owner, name, of_class=True)
         return self._methods[name]
 
     def of_child(self, path: str, owner: type[nn.Module], *, of_class: bool) -> Entry:
@@ -432,10 +429,16 @@ class Entry:
         with self._lock:
             found = self._children.get(path)
             if found is None or (found.owner, found.of_class) != (owner, of_class):
-                found = Entry(self.engine, owner, of_class=of_class)
-                found.path = path
+                found = self._part(path, owner, "forward", of_class=of_class)
                 self._children[path] = found
-                found._by_autocast = found._left_to_autocast = self._left_to_autocast
+        return found
+
+    def _part(
+        self, path: str, owner: type[nn.Module], name: str, *, of_class: bool
+    ) -> Entry:
+        found = Entry(self.engine, owner, name, of_class=of_class)
+        found.path = path
+        found._by_autocast = found._left_to_autocast = self._left_to_autocast
         return found
 
     def compiled_by(self, backend: int) -> Entry:

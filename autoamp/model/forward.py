@@ -91,16 +91,17 @@ def _computes(function: types.FunctionType, model: nn.Module) -> bool:
     return any(_calls_a_module(each, names, model) for each in called)
 
 
+_Calls = tuple[str, list[ast.expr], list[ast.For | ast.comprehension]]
+
+
 @functools.lru_cache(maxsize=256)
-def _calls_in(
-    function: types.FunctionType,
-) -> tuple[str, list[ast.expr], list[ast.For | ast.comprehension]]:
+def _calls_in(function: types.FunctionType) -> _Calls:
     """The first parameter of a method, what it calls, and its loops.
 
     None of them for a method that trains, or whose source is unknown.
     """
     plain: Any = inspect.unwrap(function)
-    nothing: Any = ("", [], [])
+    nothing: _Calls = ("", [], [])
     if not isinstance(plain, types.FunctionType) or not plain.__code__.co_argcount:
         return nothing
     if inspect.isgeneratorfunction(plain) or inspect.iscoroutinefunction(plain):
