@@ -16,7 +16,7 @@ from autoamp.errors import OptionError, RulesError
 from autoamp.kernels.table import KERNEL_NAMES
 from autoamp.messages import advice
 from autoamp.rules import Category, Rules
-from autoamp.rules.files import COMPLETE, TENSORFLOW
+from autoamp.rules.model import COMPLETE, TENSORFLOW
 
 PLACEMENTS = ("optimal", "tensorflow", "promote", "forced")
 OBJECTIVES = ("time", "memory")

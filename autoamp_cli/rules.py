@@ -73,7 +73,7 @@ def check(file: str) -> None:
     """
     from autoamp.errors import RulesError
     from autoamp.printable import printable_line
-    from autoamp.rules.check import check as faults_of
+    from autoamp.rules.parse import check as faults_of
 
     try:
         faults, count = faults_of(Path(file))
@@ -103,7 +103,7 @@ def why(op: str, precision: str | None) -> None:
     from autoamp.op_names import exists, parse_op_name
     from autoamp.printable import printable_line
     from autoamp.rules import Rules
-    from autoamp.rules.files import builtin_path
+    from autoamp.rules.model import builtin_path
     from autoamp.rules.parse import unknown_op
 
     key = parse_op_name(op)

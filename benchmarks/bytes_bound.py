@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.analyse.classified import Classified
+from autoamp.analyse.verdict import Classified
 from autoamp.calibrate.prices import Operand, op_specimen
 from autoamp.counted.traffic import count_traffic
 from autoamp.dtypes import HIGH_DTYPE

@@ -22,9 +22,8 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import NodeFacts
-from autoamp.analyse.verdict import CEILING, Verdict
+from autoamp.analyse.verdict import CEILING, Classified, Verdict
 from autoamp.op_names import base_name
 from autoamp.ops import is_view
 from autoamp.rules import Category, family

@@ -7,33 +7,28 @@ low.  Every other node is free, and `place` chooses its precision.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.as_written import as_written
-from autoamp.analyse.authors import as_authors_say, with_its_results
+from autoamp.analyse.as_written import as_authors_say, as_written, with_its_results
 from autoamp.analyse.ceiling import under_ceiling
-from autoamp.analyse.classified import Classified
-from autoamp.analyse.conditions import condition_holds
-from autoamp.analyse.extreme import extreme_values
-from autoamp.analyse.facts import Facts, NodeFacts, Operand
-from autoamp.analyse.literals import cut_off
-from autoamp.analyse.nodes import argument
-from autoamp.analyse.numbers import Known, known_numbers
-from autoamp.analyse.pins import Site, first_pin
-from autoamp.analyse.pins.strides import held_by_strides
-from autoamp.analyse.recurrent import read_wide
-from autoamp.analyse.verdict import GAVE_UP, Mode, Verdict, all_of
+from autoamp.analyse.facts import Facts, NodeFacts, Operand, read_wide
+from autoamp.analyse.nodes import argument, tensors_of
+from autoamp.analyse.numbers import Known, cut_off, extreme_values, known_numbers
+from autoamp.analyse.pins import Site, first_pin, held_by_strides
+from autoamp.analyse.verdict import GAVE_UP, Classified, Mode, Verdict, all_of
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.errors import PassError
 from autoamp.graph_functions import STATE
 from autoamp.op_names import base_name
 from autoamp.ops import is_custom, is_inplace, is_pointwise, is_view
-from autoamp.rules import Category, Rule, Rules, family
+from autoamp.rules import Category, Condition, Rule, Rules, family
 
 
 def classify(
@@ -282,3 +277,90 @@ def _mode(target: compat.OpOverload, operand: Operand, fact: NodeFacts) -> Mode:
     if written and base_name(target) != "aten::lerp_":
         return "any"  # `add_` keeps the dtype of `self`, whatever is added
     return "same"
+
+
+@dataclass(frozen=True)
+class _Site:
+    """The input of a test: a node, its facts and the value to compare with."""
+
+    node: fx.Node
+    facts: NodeFacts
+    argument: str
+    value: Any
+
+
+def condition_holds(condition: Condition, node: fx.Node, facts: NodeFacts) -> bool:
+    """Whether `condition` is true of `node`."""
+    site = _Site(node, facts, condition.argument, condition.value)
+    return _TESTS[condition.test](site)
+
+
+def _reduces_at_least(site: _Site) -> bool:
+    """Whether enough elements are read per element written.
+
+    A scan (cumsum) writes as many elements as it reads, so its axis counts instead.
+    """
+    facts = site.facts
+    dim = argument(site.node, "dim")
+    if _reduces_unknown(site.node, dim):
+        return True
+    if facts.numel and facts.numel == facts.read_numel and isinstance(dim, int):
+        shape = _shape_read(site.node)
+        return bool(shape) and bool(shape[dim] >= site.value)
+    return bool(facts.read_numel >= site.value * max(facts.numel, 1))
+
+
+def _reduces_unknown(node: fx.Node, dim: object) -> bool:
+    """Whether a reduced axis is symbolic: later calls may have it at any length."""
+    read, made = _sizes_read(node), tensors_of(node.meta.get("val"))
+    kept = made[0].shape if made else ()
+    if read == list(kept) and isinstance(dim, int) and read:
+        return not isinstance(read[dim], int)
+    unknown = Counter(str(s) for s in read if not isinstance(s, int))
+    return bool(unknown - Counter(str(s) for s in kept if not isinstance(s, int)))
+
+
+def _exponent_outside(site: _Site) -> bool:
+    low, high = site.value
+    exponent = argument(site.node, "exponent")
+    return not isinstance(exponent, (int, float)) or not low <= exponent <= high
+
+
+def _argument_is(site: _Site) -> bool:
+    return bool(argument(site.node, site.argument) == site.value)
+
+
+def _device_is(site: _Site) -> bool:
+    return bool(site.facts.device == site.value)
+
+
+def _contracts(site: _Site) -> bool:
+    equation = argument(site.node, "equation")
+    if not isinstance(equation, str):  # `einsum` takes lists of numbers as well
+        return bool(site.value)
+    read, _, made = equation.replace(" ", "").partition("->")
+    operands = [set(term) - set(".") for term in read.split(",")]
+    times = Counter(index for operand in operands for index in operand)
+    letters = Counter(read.replace(",", "").replace(".", ""))
+    kept = set(made) if "->" in equation else {i for i in times if letters[i] == 1}
+    shared = any(n > 1 and index not in kept for index, n in times.items())
+    return bool(shared == site.value)
+
+
+def _shape_read(node: fx.Node) -> list[int]:
+    return [compat.hint(s) for s in _sizes_read(node)]
+
+
+def _sizes_read(node: fx.Node) -> list[Any]:
+    first = next((n for n in node.all_input_nodes if "val" in n.meta), None)
+    value = first.meta["val"] if first is not None else None
+    return list(getattr(value, "shape", ()))
+
+
+_TESTS: dict[str, Callable[[_Site], bool]] = {
+    "reduces_at_least": _reduces_at_least,
+    "exponent_outside": _exponent_outside,
+    "argument_is": _argument_is,
+    "contracts": _contracts,
+    "device_is": _device_is,
+}

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -19,16 +21,18 @@ from autoamp import compat
 from autoamp.analyse.nodes import (
     KERNEL,
     ForChain,
+    argument,
     module_paths,
     named_arguments,
     source_line,
     tensors_of,
     written_values,
 )
-from autoamp.analyse.recurrent import keeps_state
-from autoamp.analyse.typed_as import typed_as
 from autoamp.dtypes import HIGH_DTYPE
-from autoamp.op_names import op_name
+from autoamp.graph_functions import BOTH_WAYS, STATE, WITH_FP32_STATE
+from autoamp.op_names import base_name, op_name
+from autoamp.ops import is_inplace, is_pointwise
+from autoamp.rules import family
 from autoamp.trace.meshes import HELD
 from autoamp.trace.regions import Regions
 
@@ -326,3 +330,134 @@ class _Collector:
                 self.writes[storage] += 1
                 if opaque or self.nodes[node.name].storage != storage:
                     self.opaque_writes.add(storage)
+
+
+_TYPED = re.compile(r"\bdtype\s*=\s*([A-Za-z_]\w*)\.dtype\b")
+
+
+def typed_as(gm: fx.GraphModule) -> Mapping[str, str]:
+    """Each new tensor made in the dtype of a value, by name, to the value's name."""
+    found: dict[str, str] = {}
+    order = {node: at for at, node in enumerate(gm.graph.nodes)}
+    for node in gm.graph.nodes:
+        name = _asked(node)
+        if not name:
+            continue
+        values = {_beside(node, reader, name) for reader in _readers(node)}
+        value = values.pop() if len(values) == 1 else None
+        if value is not None and order[value] < order[node]:
+            found[node.name] = value.name
+    return found
+
+
+def _asked(node: fx.Node) -> str:
+    """The NAME of `dtype=NAME.dtype` in the line that made a new fp32 tensor, or ""."""
+    if not isinstance(node.target, compat.OpOverload) or node.all_input_nodes:
+        return ""
+    if base_name(node.target) not in family("factory"):
+        return ""
+    if not _is_high(node) or node.kwargs.get("dtype") is not HIGH_DTYPE:
+        return ""
+    names = set(_TYPED.findall(source_line(node)))
+    return names.pop() if len(names) == 1 else ""
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """The calls that read a new tensor, after all that writes to it in place."""
+    for user in node.users:
+        if _writes_to(user, node):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _writes_to(call: fx.Node, node: fx.Node) -> bool:
+    """Whether a call changes a tensor in place and reads no other."""
+    target = call.target
+    in_place = isinstance(target, compat.OpOverload) and is_inplace(target)
+    return in_place and call.args[0] is node and call.all_input_nodes == [node]
+
+
+def _beside(made: fx.Node, reader: fx.Node, name: str) -> fx.Node | None:
+    """The other value that a pointwise call reads, in a line of the same function."""
+    target = reader.target
+    if not isinstance(target, compat.OpOverload) or not is_pointwise(target):
+        return None
+    code = source_line(reader)
+    if _function(reader) != _function(made) or not re.search(rf"\b{name}\b", code):
+        return None
+    storage = compat.storage_id(made.meta["val"])
+    others = [
+        n
+        for n in reader.all_input_nodes
+        if _is_high(n) and compat.storage_id(n.meta["val"]) != storage
+    ]
+    return others[0] if len(others) == 1 else None
+
+
+def _function(node: fx.Node) -> str:
+    """The file and the function of the innermost frame: `File "m.py" in forward`."""
+    frames = [
+        line.strip()
+        for line in (node.stack_trace or "").splitlines()
+        if line.strip().startswith("File ")
+    ]
+    return re.sub(r", line \d+,", "", frames[-1]) if frames else ""
+
+
+def _is_high(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype == HIGH_DTYPE
+
+
+def keeps_state(node: fx.Node, low: torch.dtype) -> bool:
+    """Whether a call on a CPU is a recurrent one that runs with its state in fp32.
+
+    All are, but for two that read their input in one direction: an RNN, the state of
+    which is a low product's result, and an LSTM that is one kernel of oneDNN's for each
+    layer, in training too; that kernel has neither projections nor fp16.
+    """
+    if node.target not in WITH_FP32_STATE:
+        return False
+    if argument(node, BOTH_WAYS):
+        return True
+    if node.target is torch.ops.aten.lstm.input:
+        return _is_projected(node) or not _onednn_runs(low)
+    kind = op_name(node.target)
+    return not kind.startswith("aten::rnn") or bool(read_wide(node, low))
+
+
+def read_wide(node: fx.Node, low: torch.dtype) -> set[str]:
+    """The values that a recurrent call with a wide state casts at each read.
+
+    With an fp32 input torch chooses oneDNN for an LSTM without projections, which ends
+    in an error where oneDNN has no such kernel for `low`, under autocast as well.
+    """
+    found: set[Any] = set()
+    ends = node.target is torch.ops.aten.lstm.input and not _onednn_runs(low)
+    if argument(node, BOTH_WAYS) and (_is_projected(node) or not ends):
+        found.add(node.args[0])
+    projected = _is_projected(node)
+    params = argument(node, "params", ())
+    # Of each layer and direction: w_ih, w_hh, b_ih, b_hh and the projection's weight.
+    group = (4 if argument(node, "has_biases") else 2) + projected
+    for at, weight in enumerate(params):
+        of_projection = projected and (at + 1) % group == 0
+        at_each_step = at % group % 2 == 1
+        if of_projection or (at_each_step and weight.op == "call_function"):
+            found.add(weight)
+    return {value.name for value in found}
+
+
+def _onednn_runs(low: torch.dtype) -> bool:
+    """Whether oneDNN has kernels of LSTMs in `low`: it has them in one dtype."""
+    return low == torch.bfloat16 and compat.onednn_has_bf16()
+
+
+def _is_projected(node: fx.Node) -> bool:
+    """Whether the hidden state of an LSTM is smaller than its cells."""
+    state: Any = argument(node, STATE)
+    if isinstance(state, fx.Node) or not argument(node, "params"):
+        return False
+    hidden, cell = (each.meta["val"].shape[-1] for each in state)
+    return bool(hidden != cell)

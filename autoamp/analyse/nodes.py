@@ -18,7 +18,7 @@ from autoamp.ops import (
     mutated_arguments,
     overwritten_arguments,
 )
-from autoamp.trace.control_flow import LOWERED_BODY
+from autoamp.trace.regions import LOWERED_BODY
 
 KERNEL = "autoamp_kernel"
 """In the `meta` of a node that stands for several calls: a `ForChain`."""
@@ -143,7 +143,7 @@ def read_operands(node: fx.Node) -> list[fx.Node]:
 def _may_write(node: fx.Node) -> bool:
     """Whether a higher-order op may write to its operands.
 
-    A lowered body is known not to write to its inputs (`trace/control_flow.py`).
+    A lowered body is known not to write to its inputs (`trace/regions.py`).
     """
     unknown = (b for b in bodies_of(node) if LOWERED_BODY not in b.meta)
     return any(has_effect(n) for body in unknown for n in body.graph.nodes)

@@ -43,8 +43,7 @@ from autoamp.messages import advice
 from autoamp.model.eligible import required_precision
 from autoamp.model.reporting import report_of
 from autoamp.node_by_node.held import Held
-from autoamp.node_by_node.observer import Observer
-from autoamp.node_by_node.runner import Runner
+from autoamp.node_by_node.runner import Observer, Runner
 from autoamp.options import Options
 from autoamp.pipeline.prepared import Prepared
 from autoamp.printable import class_name

@@ -33,18 +33,18 @@ from autoamp.node_by_node.held import Held
 from autoamp.node_by_node.runner import Runner
 from autoamp.options import Options
 from autoamp.overflow.culprit import first_out_of_range, harmful, nearest
-from autoamp.overflow.location import (
+from autoamp.overflow.recorder import Listening, Recorder
+from autoamp.overflow.remedy import EVERYTHING, Fault, Remedy, cure
+from autoamp.overflow.trail import (
     INPUT,
     OUTSIDE,
     WEIGHT,
     Location,
+    Step,
+    Trail,
     location_of,
     readers,
 )
-from autoamp.overflow.python_calls import Listening
-from autoamp.overflow.recorder import Recorder
-from autoamp.overflow.remedy import EVERYTHING, Fault, Remedy, cure
-from autoamp.overflow.trail import Step, Trail
 from autoamp.pipeline.prepared import Prepared
 from autoamp.printable import class_name
 from autoamp.rewrite.rewritten import Rewritten

@@ -40,12 +40,10 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.analyse.classified import Classified
-from autoamp.analyse.verdict import CEILING, Mode
+from autoamp.analyse.verdict import CEILING, Classified, Mode
 from autoamp.dtypes import largest, needs_loss_scale
 from autoamp.graph_functions import checkpointed
-from autoamp.node_by_node.observer import Observer
-from autoamp.node_by_node.runner import Runner
+from autoamp.node_by_node.runner import Observer, Runner
 from autoamp.place.assign import OpKey, keys_of
 from autoamp.rewrite.rewritten import Rewritten
 

@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.analyse.classified import Classified
+from autoamp.analyse.verdict import Classified
 from autoamp.ask.progress import told
 from autoamp.calibrate.clock import least_seconds
 from autoamp.calibrate.store import Store

@@ -19,12 +19,10 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES, UNSCALED
 from autoamp.errors import AutoampError
-from autoamp.node_by_node.gradient_sizes import GradientSizes
 from autoamp.node_by_node.held import Held
-from autoamp.node_by_node.observer import Observer
-from autoamp.node_by_node.runner import Runner
+from autoamp.node_by_node.runner import GradientSizes, Observer, Runner
 from autoamp.overflow.recorder import Recorder
-from autoamp.overflow.skip_watch import SkipWatch
+from autoamp.overflow.remedy import SkipWatch
 from autoamp.pipeline.prepared import Prepared
 from autoamp.place.devices import main_device
 from autoamp.rewrite.rewritten import Edge, Rewritten

@@ -10,7 +10,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.graph_functions import checkpointed
-from autoamp.trace.control_flow import CONTROL_FLOW
+from autoamp.trace.regions import CONTROL_FLOW
 
 _OPS = 4096
 """The ops whose facts are kept at most; a process calls fewer, as a rule."""

@@ -45,8 +45,8 @@ from autoamp.check.changes import (
 from autoamp.check.standin import named, storages_of, where
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import checkpointed, with_dtypes
-from autoamp.trace.control_flow import CONTROL_FLOW
 from autoamp.trace.meshes import MESH_CALL
+from autoamp.trace.regions import CONTROL_FLOW
 
 _MODE = -2
 """Stands for a storage that each change of grad mode writes to."""

@@ -21,7 +21,7 @@ from autoamp.rewrite.for_compilers import CAST_FATE, EXACT_CASTS
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rules import Category
 from autoamp.saved.rows import FP32, CastRow, OpRow, SavedGraph
-from autoamp.trace.control_flow import LOWERED_BODY
+from autoamp.trace.regions import LOWERED_BODY
 
 OURS, ALL_FP32 = "ours", "all fp32"
 

@@ -2,16 +2,138 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from autoamp import compat
+from autoamp.dtypes import needs_loss_scale
 from autoamp.graph_functions import checkpointed
-from autoamp.node_by_node.bodies import UNROLLED
-from autoamp.node_by_node.observer import Observer
 from autoamp.rewrite.meshes import crossed, stands_in
+
+
+class Observer:
+    """Observes one run of one graph, or of one body; each method here does nothing.
+
+    Attributes:
+        unrolls: whether the bodies of branches and loops are to run node by node too.
+    """
+
+    unrolls = False
+
+    def before(self, run: fx.Interpreter, n: fx.Node) -> None:
+        """Called before a node runs."""
+
+    def after(self, run: fx.Interpreter, n: fx.Node, value: Any) -> Any:  # noqa: ARG002
+        """Called after a node has run; the result replaces the node's value."""
+        return value
+
+    def of_body(self, run: fx.Interpreter, gm: fx.GraphModule) -> Observer:  # noqa: ARG002
+        """The observer of one run of the body `gm` in `run`."""
+        return self
+
+    def cut(self, part: Any, whole: Any) -> None:
+        """Called when a loop has cut `part` out of `whole`."""
+
+    def joined(self, whole: Any, parts: Sequence[Any]) -> None:
+        """Called when a loop has stacked `parts` to `whole`."""
+
+    def ended(self, results: Any) -> None:
+        """Called at the end of a run; `results` is None where the run raised."""
+
+
+Make = Callable[[fx.GraphModule], Callable[..., Any]]
+"""Takes the graph of a body; returns a function that runs the graph node by node."""
+
+Observers = Sequence[Observer]
+
+
+def _cond(
+    make: Make, _: Observers, which: Any, yes: Any, no: Any, operands: Sequence[Any]
+) -> Any:
+    return tuple(make(yes if bool(which) else no)(*operands))
+
+
+def _while_loop(
+    make: Make,
+    _: Observers,
+    goes_on: Any,
+    body: Any,
+    carried: Sequence[Any],
+    shared: Sequence[Any] = (),
+) -> Any:
+    while bool(_one(goes_on(*carried, *shared))):
+        carried = make(body)(*carried, *shared)
+    return tuple(carried)
+
+
+def _scan(  # noqa: PLR0917 (the arguments of the op follow the first two)
+    make: Make,
+    observers: Observers,
+    body: Any,
+    carried: Sequence[Any],
+    over: Sequence[Any],
+    shared: Sequence[Any] = (),
+) -> Any:
+    count, given = len(carried), len(over[0])
+    found = []
+    for at in range(given):
+        result = make(body)(*carried, *_slices(observers, over, at), *shared)
+        carried = result[:count]
+        found.append(result[count:])
+    return (*carried, *_stacked(observers, found))
+
+
+def _map(
+    make: Make,
+    observers: Observers,
+    body: Any,
+    over: Sequence[Any],
+    shared: Sequence[Any] = (),
+) -> Any:
+    found = [
+        make(body)(*_slices(observers, over, at), *shared) for at in range(len(over[0]))
+    ]
+    return tuple(_stacked(observers, found))
+
+
+def _slices(observers: Observers, over: Sequence[Any], at: int) -> list[Any]:
+    found = []
+    for value in over:
+        part = value[at]
+        for each in observers:
+            each.cut(part, value)
+        found.append(part)
+    return found
+
+
+def _stacked(observers: Observers, results: Sequence[Sequence[Any]]) -> list[Any]:
+    found = []
+    for column in zip(*results, strict=True):
+        whole = torch.stack(column)
+        for each in observers:
+            each.joined(whole, column)
+        found.append(whole)
+    return found
+
+
+def _one(value: Any) -> Any:
+    return value[0] if isinstance(value, (list, tuple)) else value
+
+
+UNROLLED: Mapping[Any, Callable[..., Any]] = {
+    compat.COND: _cond,
+    compat.WHILE_LOOP: _while_loop,
+    compat.SCAN: _scan,
+    compat.MAP: _map,
+}
+"""Each op, and the function that runs it.
+
+The function takes a `Make`, the observers, and then the arguments of the op.
+"""
 
 
 class Runner(fx.Interpreter):
@@ -103,3 +225,39 @@ def _graph_at(gm: fx.GraphModule, node: fx.Node) -> Any:
     for name in str(node.target).split("."):
         found = getattr(found, name)
     return found if isinstance(found, fx.GraphModule) else None
+
+
+class GradientSizes(Observer):
+    """Keeps the largest number of each fp16 gradient in a graph.
+
+    Attributes:
+        magnitudes: one 0-dim fp32 tensor for each gradient, in the order of the
+            backward, at the scale the graph ran with; infinite where the size is
+            unknown (inside `vmap`).
+    """
+
+    def __init__(self, magnitudes: list[torch.Tensor]) -> None:
+        self.magnitudes = magnitudes
+
+    def after(self, _: fx.Interpreter, n: fx.Node, value: Any) -> Any:
+        """Returns the value; hooks its gradient where the value is fp16."""
+        if (
+            n.op == "call_function"
+            and isinstance(value, torch.Tensor)
+            and needs_loss_scale(value.dtype)
+            and value.requires_grad
+        ):
+            compat.hook_gradient(value, functools.partial(_note_size, self.magnitudes))
+        return value
+
+
+@compat.never_captured
+def _note_size(magnitudes: list[torch.Tensor], grad: torch.Tensor | None) -> None:
+    if grad is None:  # no gradient flows back here: a later op cuts it off
+        return
+    grad = compat.own_memory(grad)  # ranks agree on the largest
+    if compat.is_batch(grad):
+        unknown = torch.tensor(torch.inf, dtype=torch.float32, device="cpu")
+        magnitudes.append(unknown)
+    elif grad.numel():
+        magnitudes.append(grad.detach().abs().amax().float())

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from autoamp.dtypes import largest
-from autoamp.overflow.location import Location
-from autoamp.overflow.trail import Step, Trail
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.dtypes import largest, short_name
+from autoamp.overflow.trail import (
+    INPUT,
+    OP,
+    Location,
+    Step,
+    Trail,
+    given_location,
+    location_of,
+    readers,
+)
+from autoamp.rewrite.emitted import is_inserted
 
 Key = tuple[bool, Location]
 """A step's `key`."""
@@ -93,3 +107,119 @@ def nearest(trail: Trail) -> tuple[float, Step] | None:
         if step.largest < largest(step.dtype)
     ]
     return min(found, key=lambda pair: pair[0], default=None)
+
+
+def accused(step: Step, scale: float | None) -> str:
+    """One clause that names the op, module path and source line of a culprit.
+
+    Args:
+        step: the culprit.
+        scale: the loss scale that gradients had; None without one.
+    """
+    where, dtype = step.location, short_name(step.dtype)
+    kind = "NaN" if math.isnan(step.largest) else "infinite"
+    if step.entered_bad:
+        output = _output_of(step)
+        came = f"it came in with the gradient of {output}, so that " if output else ""
+        return (
+            f"a gradient that enters the model at {where} is not finite: {came}the "
+            "loss, or other code outside of the model, overflowed"
+        )
+    if step.is_backward and scale is not None:
+        return f"the gradient of {where} overflowed in {dtype} at scale {scale:g}"
+    if step.is_backward:
+        return f"the gradient of {where} became {kind} in {dtype}{_read(step)}"
+    if step.is_given and not step.is_cast:
+        how = ": it arrived in that argument" if where.kind == INPUT else ""
+        return f"{where} holds a number that is not finite in {dtype}{how}"
+    if step.is_cast and step.node is not None:
+        read_by = (location_of(each, step.here) for each in readers(step.node))
+        into = [at for at in read_by if at.kind == OP]
+        read = f", in which {into[0]} reads it" if into else ""
+        return f"{where} overflowed in {dtype}{read}"
+    return f"{where} overflowed in {dtype}: its result is {kind}"
+
+
+def _output_of(step: Step) -> str:
+    """The output of the graph that the op of a backward makes, or ""."""
+    if step.node is None:
+        return ""
+    nodes = {step.node, *_uses(step.node)}
+    end = next((n for n in reversed(step.node.graph.nodes) if n.op == "output"), None)
+    results = [] if end is None else end.args[0]
+    if not isinstance(results, (list, tuple)):
+        return ""
+    found = [at for at, each in enumerate(results) if each in nodes]
+    return f"output {found[0]}" if found else ""
+
+
+def _uses(node: fx.Node) -> list[fx.Node]:
+    """The casts and the parts of the value of `node`."""
+    mine = [u for u in node.users if is_inserted(u) or u.target is operator.getitem]
+    return [each for user in mine for each in (user, *_uses(user))]
+
+
+def _read(step: Step) -> str:
+    """A clause about an operand of the forward, not finite, that a backward reads."""
+    for each in step.operands[0].operands:
+        if each.is_given and not each.is_finite:
+            return f", which reads {each.location}, in which a number is not finite"
+    return ""
+
+
+def near(times: float, step: Step, scale: float) -> str:
+    """One clause about the number that came nearest to its limit in the next step."""
+    where = step.location
+    gradient = "the gradient of " if step.is_backward else ""
+    return (
+        f"in the next step, at scale {scale:g}, {gradient}{where} came nearest to "
+        f"the limit of {short_name(step.dtype)}, {times:.3g} times below it"
+    )
+
+
+def last_bad_gradient(graph: fx.Graph, weights: Collection[fx.Node]) -> str:
+    """A clause that names the last op of the forward whose gradient is not finite.
+
+    A backward runs from the end of the forward to its beginning, and a gradient that is
+    not finite spoils all gradients computed from it: so the overflow came from the op
+    that stands last in the forward.
+
+    Args:
+        weights: the inputs of `graph` whose gradients are not finite.
+
+    Returns:
+        The clause; "" where no op of the model reads any of `weights`.
+    """
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    read = [(order[op], weight, op) for weight in weights for op in readers(weight)]
+    if not read:
+        return ""
+    _, weight, op = max(read, key=operator.itemgetter(0))
+    name = given_location(weight, is_weight=True).name
+    return f"the gradient of {name}, read by {location_of(op)}, is not finite"
+
+
+def blame_gradients(params: Sequence[torch.Tensor], names: Mapping[int, str]) -> str:
+    """A clause that names the first of `params` whose gradient is not finite.
+
+    Args:
+        names: names of parameters, by the `id` of each.
+    """
+    bad = with_bad_gradients(params)
+    if not bad:
+        return "a gradient of another rank is not finite"
+    first = names.get(id(bad[0]), f"a tensor of shape {tuple(bad[0].shape)}")
+    more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+    return f"the gradient of {first}{more} is not finite"
+
+
+def names_of(models: Iterable[torch.nn.Module]) -> dict[int, str]:
+    """The names of the parameters of `models`, by the `id` of each."""
+    named = [pair for model in models for pair in model.named_parameters()]
+    return {id(parameter): name for name, parameter in reversed(named)}
+
+
+def with_bad_gradients(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The members of `params` whose gradient is not finite."""
+    given = [(p, p.grad) for p in params if p.grad is not None]
+    return [p for p, g in given if bool(compat.any_not_finite([g]))]

@@ -28,9 +28,9 @@ from autoamp.rewrite.edge.scale_edge import scale_inputs
 from autoamp.rewrite.for_compilers import casts_to_read, note_casts
 from autoamp.rewrite.hoist_weight_casts import read_wide
 from autoamp.rewrite.rewritten import Rewritten, Setting
-from autoamp.trace.control_flow import BODY_LEFT, BODY_RECORDS, LOWERED_BODY
 from autoamp.trace.meshes import ON_MESH
 from autoamp.trace.normalise import UNTRACED, Normalised, normalise
+from autoamp.trace.regions import BODY_LEFT, BODY_RECORDS, LOWERED_BODY
 
 _ANYWHERE = Setting()
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from autoamp.analyse.classified import Classified
-from autoamp.analyse.verdict import Verdict
+from autoamp.analyse.verdict import Classified, Verdict
 from autoamp.errors import PlacementError
 from autoamp.place.cost import Prices
 from autoamp.place.policies import POLICIES, project

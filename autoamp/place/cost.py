@@ -18,9 +18,8 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import NodeFacts
-from autoamp.analyse.verdict import GAVE_UP, Verdict
+from autoamp.analyse.verdict import GAVE_UP, Classified, Verdict
 from autoamp.dtypes import HIGH_DTYPE
 from autoamp.errors import PassError
 from autoamp.place.devices import NEUTRAL, Device

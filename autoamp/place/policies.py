@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from autoamp.analyse.ceiling import promotes_to_low
-from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import Facts
+from autoamp.analyse.verdict import Classified
 from autoamp.place.two_sides import Problem
 from autoamp.rules import Category, family
 

@@ -9,9 +9,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import FP32, Facts
-from autoamp.analyse.pins.strides import views_down_to
+from autoamp.analyse.pins import views_down_to
+from autoamp.analyse.verdict import Classified
 from autoamp.errors import PlacementError
 from autoamp.place.cost import Prices
 from autoamp.place.mincut import ContradictionError, contradiction, solve

@@ -27,10 +27,9 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import NodeFacts
-from autoamp.analyse.literals import scales
-from autoamp.analyse.verdict import GAVE_UP, Mode
+from autoamp.analyse.numbers import scales
+from autoamp.analyse.verdict import GAVE_UP, Classified, Mode
 from autoamp.dtypes import HIGH_DTYPE, largest
 from autoamp.errors import PassError
 from autoamp.graph_functions import WITH_FP32_STATE

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.classified import Classified
+from autoamp.analyse.verdict import Classified
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.graph_functions import (
     low_uses,

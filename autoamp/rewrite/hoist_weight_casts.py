@@ -13,7 +13,7 @@ from autoamp.graph_functions import checkpointed, low_weight, low_weight_unscale
 from autoamp.rewrite.copied import copied
 from autoamp.rewrite.emitted import CAST_KIND, WEIGHT_PATH
 from autoamp.rewrite.rewritten import Rewritten
-from autoamp.trace.control_flow import CONTROL_FLOW
+from autoamp.trace.regions import CONTROL_FLOW
 
 FOLDED = "autoamp_folded"
 """In the `meta` of a graph: each constant that is a cast, to the constant that it is a

@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import Facts
 from autoamp.analyse.nodes import tensors_of
+from autoamp.analyse.verdict import Classified
 from autoamp.pass_options import PassOptions
 from autoamp.place.assign import Assignment
 from autoamp.place.cost import PriceModel, Prices

@@ -5,8 +5,7 @@ package reads the files, lays the user's rules over the built-in ones, and looks
 Families of ops (`family("noise")`), which no set of rules changes, are data too.
 """
 
-from autoamp.rules.families import family
-from autoamp.rules.model import Category, Condition, Rule
+from autoamp.rules.model import Category, Condition, Rule, family
 from autoamp.rules.table import Rules
 
 __all__ = ["Category", "Condition", "Rule", "Rules", "family"]

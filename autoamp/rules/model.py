@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
+from pathlib import Path
+
+from autoamp.dtypes import LOW_DTYPES
+from autoamp.errors import RulesError
+from autoamp.op_names import parse_op_name
 
 ConditionValue = bool | int | float | str | tuple[float, float]
 """The value a condition compares with; a pair of numbers for `exponent_outside`."""
@@ -101,3 +108,62 @@ FACTS = (
     "no_kernel",
 )
 """Attributes that are facts about an op: a rule that replaces another keeps them."""
+
+
+TENSORFLOW = {"fp16": "tensorflow", "bf16": "tensorflow-bf16"}
+"""Precision to the rule set that holds TensorFlow's lists for it."""
+
+COMPLETE = ("torch-cuda", "torch-cpu", *TENSORFLOW.values())
+"""The complete rule sets, which are not laid over the built-in rules."""
+
+BUILTIN = (*LOW_DTYPES, *COMPLETE)
+"""The names of the rule sets that come with the package."""
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_CANDIDATES = (_PACKAGE / "_rules", _PACKAGE.parent / "rules")
+
+
+def directory(candidates: tuple[Path, ...] = _CANDIDATES) -> Path:
+    """The directory of the built-in files: in the wheel, or else in the checkout.
+
+    A directory of another project that happens to be called `rules` lies beside the
+    package in some layouts, so a candidate counts only if it has our files.
+    """
+    for candidate in candidates:
+        if all((candidate / f"{name}.toml").is_file() for name in BUILTIN):
+            return candidate
+    tried = " and ".join(str(candidate) for candidate in candidates)
+    raise RulesError(
+        f"the built-in rules files are missing (looked in {tried}); "
+        "reinstall autoamp, or give the path of a rules file"
+    )
+
+
+def builtin_path(name: str) -> Path:
+    """The file of the built-in rule set `name`."""
+    return directory() / f"{name}.toml"
+
+
+def is_builtin(path: Path) -> bool:
+    """Whether `path` is the file of a built-in rule set."""
+    return path.resolve().parent == directory() and path.stem in BUILTIN
+
+
+@cache
+def family(*names: str) -> frozenset[str]:
+    """The ops of these families together, without overloads: `aten::add`.
+
+    Raises:
+        KeyError: `rules/families.toml` has no such family.
+    """
+    families = _families()
+    return frozenset(op for name in names for op in families[name])
+
+
+@cache
+def _families() -> dict[str, frozenset[str]]:
+    text = builtin_path("families").read_text(encoding="utf-8")
+    return {
+        name: frozenset(map(parse_op_name, table["ops"]))
+        for name, table in tomllib.loads(text).items()
+    }

@@ -17,8 +17,7 @@ from autoamp.dtypes import LOW_DTYPES, parse_low_dtype
 from autoamp.errors import RulesError
 from autoamp.op_names import base_name, exists, op_name, parse_op_name, split_key
 from autoamp.ops import is_out_variant
-from autoamp.rules.files import BUILTIN, builtin_path
-from autoamp.rules.model import FACTS, Category, Rule
+from autoamp.rules.model import BUILTIN, FACTS, Category, Rule, builtin_path
 from autoamp.rules.parse import read, unknown_op
 
 

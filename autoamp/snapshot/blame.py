@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autoamp.ask.find_overflow import Overflow
-from autoamp.overflow.location import OUTSIDE, WEIGHT
+from autoamp.overflow.trail import OUTSIDE, WEIGHT
 from autoamp.snapshot import files
 from autoamp.snapshot.files import Snapshot
 

@@ -22,8 +22,8 @@ from autoamp.dtypes import parse_low_dtype
 from autoamp.errors import OptionError
 from autoamp.model.kept import left_as_it_is
 from autoamp.options import OPTION_NAMES
-from autoamp.overflow.location import OUTSIDE
 from autoamp.overflow.remedy import Remedy
+from autoamp.overflow.trail import OUTSIDE
 from autoamp.snapshot import blame, files
 from autoamp.snapshot.files import Missing, Snapshot
 

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.dtypes import short_name
 from autoamp.options import OPTION_NAMES, Options
-from autoamp.overflow.python_calls import line_outside
+from autoamp.overflow.recorder import line_outside
 from autoamp.snapshot import files
 from autoamp.training.model_scaling import ModelScaling
 from autoamp.training.step.boundary import BOUNDARIES

@@ -15,18 +15,19 @@ from autoamp import compat
 from autoamp.errors import CaptureError
 from autoamp.graph_functions import LEAF_FUNCTIONS, checkpointed
 from autoamp.ops import has_effect, mutates
-from autoamp.trace.control_flow import (
+from autoamp.trace.meshes import Meshes
+from autoamp.trace.op_cache import OpCache
+from autoamp.trace.regions import (
     BODY_LEFT,
     BODY_RECORDS,
+    CALLED_IN,
     CONTROL_FLOW,
     LOWERED_BODY,
     Positions,
+    Regions,
     body_inputs,
     written_input,
 )
-from autoamp.trace.meshes import Meshes
-from autoamp.trace.op_cache.cache import OpCache
-from autoamp.trace.regions import CALLED_IN, Regions
 
 
 class Lowering(fx.Interpreter):

@@ -15,8 +15,7 @@ import torch
 
 from autoamp import compat
 from autoamp.messages import advice
-from autoamp.overflow.remedy import Remedy
-from autoamp.overflow.skip_watch import SkipWatch
+from autoamp.overflow.remedy import Remedy, SkipWatch
 from autoamp.training.ledger.model_ledger import ModelLedger
 from autoamp.training.scale import DynamicLossScale, LossScale, NoLossScale
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from autoamp.errors import LossScaleError
-from autoamp.overflow.message import (
+from autoamp.overflow.culprit import (
     accused,
     blame_gradients,
     last_bad_gradient,
@@ -16,8 +16,7 @@ from autoamp.overflow.message import (
     near,
     with_bad_gradients,
 )
-from autoamp.overflow.remedy import Remedy
-from autoamp.overflow.skip_watch import REPEATED
+from autoamp.overflow.remedy import REPEATED, Remedy
 from autoamp.overflow.trail import Step
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.training.ledger.graph_run import GraphRun

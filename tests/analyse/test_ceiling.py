@@ -287,7 +287,7 @@ def test_ops_with_a_wide_state_run_low(name: str) -> None:
 
 
 def test_a_state_that_were_rounded_would_be_less_true(monkeypatch) -> None:
-    monkeypatch.setattr("autoamp.analyse.recurrent.WITH_FP32_STATE", {})
+    monkeypatch.setattr("autoamp.analyse.facts.WITH_FP32_STATE", {})
     model, x = recurrent("deep gru")
     assert errors(model, (x,), torch.bfloat16).worst() > MARGIN
 

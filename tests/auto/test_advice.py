@@ -41,7 +41,7 @@ SPEAK_PYTHON = {
     "snapshot/files.py": "the option or a call of `replay` is the message's subject",
     "model/eligible.py": "no variable gives `keep`; compiled models are not declined",
     "model/compile_backend.py": "an example of a call of torch.compile",
-    "analyse/pins/__init__.py": "a report, which names options of `convert`",
+    "analyse/pins.py": "a report, which names options of `convert`",
     "inspect/findings.py": "likewise",
     "exported/export.py": "the answer to a call of `export`, made in Python",
     "exported/onnx_files.py": "likewise",

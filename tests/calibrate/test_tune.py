@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 import autoamp
 from autoamp import compat
-from autoamp.analyse.classified import Classified
+from autoamp.analyse.verdict import Classified
 from autoamp.ask.progress import told
 from autoamp.calibrate import prices as prices_module
 from autoamp.calibrate.clock import surely_less

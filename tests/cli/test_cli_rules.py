@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from autoamp.rules import Rules
-from autoamp.rules.check import Fault, check
-from autoamp.rules.files import BUILTIN, builtin_path
+from autoamp.rules.model import BUILTIN, builtin_path
+from autoamp.rules.parse import Fault, check
 from autoamp_cli import main
 
 FAULTY = """# my rules

@@ -10,8 +10,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.graph_functions import checkpointed
-from autoamp.node_by_node.observer import Observer
-from autoamp.node_by_node.runner import Runner, runs_every_op
+from autoamp.node_by_node.runner import Observer, Runner, runs_every_op
 
 X = torch.tensor([1.0, 2.0])
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import Facts, NodeFacts, Operand
-from autoamp.analyse.verdict import Mode, Verdict
+from autoamp.analyse.verdict import Classified, Mode, Verdict
 from autoamp.place.cost import Prices
 from autoamp.place.devices import Device
 from autoamp.rules import Category

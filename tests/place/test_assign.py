@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import FP32, Facts, Operand
-from autoamp.analyse.verdict import Mode, Verdict
+from autoamp.analyse.verdict import Classified, Mode, Verdict
 from autoamp.errors import PlacementError
 from autoamp.place import assign as assign_module
 from autoamp.place.assign import Assignment, assign

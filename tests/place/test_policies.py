@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autoamp.analyse.classified import Classified
+from autoamp.analyse.verdict import Classified
 from autoamp.place.policies import POLICIES, forced, project, promote, tensorflow
 from autoamp.place.two_sides import Group, Problem
 from tests.place.small_facts import fact, facts, graph_of, verdict

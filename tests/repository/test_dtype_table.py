@@ -19,8 +19,8 @@ ALLOWED = {
     "dtypes.py": "the table",
     "place/devices.py": "the table of devices names the usual dtype of each type",
     "inspect/findings.py": "advice for weights that fp16 cannot hold",
-    "rules/files.py": "TensorFlow has lists for these two dtypes and no other",
-    "analyse/recurrent.py": "oneDNN has a kernel of LSTMs for this dtype alone",
+    "rules/model.py": "TensorFlow has lists for these two dtypes and no other",
+    "analyse/facts.py": "oneDNN has a kernel of LSTMs for this dtype alone",
     "compat/gradients.py": "asks torch of one dtype how autograd treats any low one",
 }
 """The files that name a low dtype, each with the reason."""

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 import autoamp
-from autoamp.rules.files import builtin_path
+from autoamp.rules.model import builtin_path
 
 REPO = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
@@ -34,7 +34,7 @@ if mode == "editable":
 else:
     sys.path.insert(0, place)
 import autoamp.rules
-from autoamp.rules.files import builtin_path
+from autoamp.rules.model import builtin_path
 rules = autoamp.rules.Rules.default("bf16")
 print(autoamp.__path__[0], builtin_path("bf16"), len(rules.names("deny")), sep="\\n")
 """

@@ -11,7 +11,7 @@ import pytest
 import autoamp
 from autoamp.op_names import exists
 from autoamp.rules import family
-from autoamp.rules.files import builtin_path
+from autoamp.rules.model import builtin_path
 
 FAMILIES = tomllib.loads(builtin_path("families").read_text(encoding="utf-8"))
 

@@ -18,11 +18,10 @@ import torch.nn.functional as F
 from torch import fx
 
 from autoamp import op_names
-from autoamp.analyse.conditions import condition_holds
+from autoamp.analyse.classify import condition_holds
 from autoamp.errors import RulesError
 from autoamp.rules import Category, Condition, Rule, Rules
-from autoamp.rules.files import BUILTIN, builtin_path, directory
-from autoamp.rules.model import FACTS
+from autoamp.rules.model import BUILTIN, FACTS, builtin_path, directory
 from autoamp.rules.parse import MAX_BYTES, read
 from tests.place.small_facts import fact
 

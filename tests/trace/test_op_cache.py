@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoamp.trace import normalise as passes
 from autoamp.trace.normalise import Normalised, normalise
-from autoamp.trace.op_cache.cache import OpCache
-from autoamp.trace.op_cache.usable import op_cache_for
+from autoamp.trace.op_cache import OpCache, op_cache_for
 from tests.models import BY_NAME, LARGE
 from tests.quick import some_slow
 
@@ -369,7 +368,7 @@ def test_where_the_short_way_fails_the_long_one_is_taken(monkeypatch) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr("autoamp.trace.op_cache.cache.OpCache.learn", fail)
+    monkeypatch.setattr("autoamp.trace.op_cache.OpCache.learn", fail)
     assert "aten.mul.Tensor" in str(normalise(gm, inputs).gm.graph)
 
 

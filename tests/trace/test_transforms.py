@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 import autoamp
 from autoamp.compat import WRAP
-from autoamp.trace.transforms import fold_transforms
+from autoamp.trace.normalise import fold_transforms
 
 
 class Mapped(nn.Module):
