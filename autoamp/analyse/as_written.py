@@ -59,8 +59,15 @@ def as_written(
 
 def _left(reason: str, fact: NodeFacts) -> Verdict:
     """The verdict on an op that stays as the user wrote it; no list decides."""
-    modes = all_of("same", fact)
-    return Verdict(Category.DENY, reason, "autoamp", True, modes, listed=False)
+    return replace(_denied(reason, fact), listed=False)
+
+
+def _denied(reason: str, fact: NodeFacts, origin: str = "autoamp") -> Verdict:
+    return Verdict(Category.DENY, reason, origin, True, all_of("same", fact))
+
+
+def _cleared(reason: str, *modes: Mode) -> Verdict:
+    return Verdict(Category.CLEAR, reason, "autoamp", False, modes)
 
 
 def _opaque(node: fx.Node, fact: NodeFacts) -> Verdict:
@@ -83,13 +90,7 @@ def _opaque(node: fx.Node, fact: NodeFacts) -> Verdict:
         reason = "a checkpointed region: rewritten inside, fp32 at its edges"
     elif any(LOWERED_BODY in body.meta for body in bodies):
         reason = f"{name}: rewritten inside, fp32 at its edges"
-    return Verdict(
-        Category.DENY,
-        reason,
-        "autoamp",
-        True,
-        all_of("same", fact),
-    )
+    return _denied(reason, fact)
 
 
 def _widened(node: fx.Node, fact: NodeFacts, graph: Facts, low: torch.dtype) -> Verdict:
@@ -121,22 +122,20 @@ def _user_cast(
             # A cast of an operand that is low already would be no copy, and a write to
             # its result would reach the operand.
             mode: Mode = "high" if fact.storage in graph.mutated else "any"
-            return Verdict(Category.CLEAR, reason, "autoamp", False, (mode,))
+            return _cleared(reason, mode)
         reason = "turns floats to integers: reads the value its producer made"
-        return Verdict(Category.CLEAR, reason, "autoamp", False, ("follow",))
+        return _cleared(reason, "follow")
     whole = not (read.is_floating_point or read.is_complex)
     if read == torch.bool or (to_the_letter and whole):
         reason = "0 and 1 are exact in any dtype"
         if read != torch.bool:
             reason = "whole numbers take their readers' precision, as in TensorFlow"
-        return Verdict(Category.CLEAR, reason, "autoamp", False, ())
+        return _cleared(reason)
     # `x.to(device)` arrives as an overload with a device; torch fills in its dtype.
     moves = str(node.target) in _MOVES or argument(node, "dtype") is None
     if read == HIGH_DTYPE and moves:
-        reason = "moves data without changing it"
-        return Verdict(Category.CLEAR, reason, "autoamp", False, ("same",))
-    reason = "the model casts to fp32 here: a boundary the user drew"
-    return Verdict(Category.DENY, reason, "autoamp", True, all_of("same", fact))
+        return _cleared("moves data without changing it", "same")
+    return _denied("the model casts to fp32 here: a boundary the user drew", fact)
 
 
 def as_authors_say(node: fx.Node, fact: NodeFacts, low: torch.dtype) -> Verdict | None:
@@ -178,7 +177,7 @@ def with_its_results(
     if given == {HIGH_DTYPE}:
         return replace(verdict, fp32_results=True)
     reason = f"{verdict.reason}, but only some of its results follow: it stays fp32"
-    return Verdict(Category.DENY, reason, verdict.origin, True, all_of("same", fact))
+    return _denied(reason, fact, verdict.origin)
 
 
 def verdict_on(
@@ -215,7 +214,7 @@ def verdict_on(
         )
     else:
         reason = f"{said}, and this graph computes in {short_name(low)}: it stays fp32"
-    return Verdict(Category.DENY, reason, AUTHOR, True, all_of("same", fact))
+    return _denied(reason, fact, AUTHOR)
 
 
 def _results(node: fx.Node, wanted: Sequence[torch.dtype]) -> set[torch.dtype]:

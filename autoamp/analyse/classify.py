@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from autoamp.analyse.as_written import as_authors_say, as_written, with_its_resu
 from autoamp.analyse.ceiling import under_ceiling
 from autoamp.analyse.facts import Facts, NodeFacts, Operand, read_wide
 from autoamp.analyse.nodes import argument, tensors_of
-from autoamp.analyse.numbers import Known, cut_off, extreme_values, known_numbers
-from autoamp.analyse.pins import Site, first_pin, held_by_strides
+from autoamp.analyse.numbers import cut_off, extreme_values, known_numbers
+from autoamp.analyse.pins import Context, Site, first_pin, held_by_strides
 from autoamp.analyse.verdict import GAVE_UP, Classified, Mode, Verdict, all_of
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.errors import PassError
@@ -55,9 +55,15 @@ def classify(
     """
     given_up = given_up or {}
     nodes = {n.name: n for n in gm.graph.nodes}
-    strides = held_by_strides(gm, facts)
-    under = _Context(
-        facts, rules, low, keep, known_numbers(gm), strides, to_the_letter, kept or {}
+    under = Context(
+        facts,
+        rules,
+        low,
+        keep=keep,
+        kept=kept or {},
+        known=known_numbers(gm),
+        strides=held_by_strides(gm, facts),
+        to_the_letter=to_the_letter,
     )
     verdicts: dict[str, Verdict] = {}
     for name, fact in facts.nodes.items():
@@ -79,7 +85,8 @@ def classify(
     found = Classified(facts, verdicts)
     if ceiling:
         found = under_ceiling(gm, found)
-    extreme = extreme_values(gm, found, _rules_by_node(gm, rules), low)
+    by_node = {name: _rule_of(node, rules) for name, node in nodes.items()}
+    extreme = extreme_values(gm, found, by_node, low)
     verdicts = {
         name: _casting_extremes(verdict, facts.nodes[name], extreme)
         for name, verdict in found.verdicts.items()
@@ -89,12 +96,12 @@ def classify(
 
 def _with_fp32_results(facts: Facts, verdicts: Mapping[str, Verdict]) -> Facts:
     """The facts, in which calls that give fp32 in either precision are marked."""
-    found = {
+    marked = {
         name: replace(facts.nodes[name], keeps_state=True)
         for name, verdict in verdicts.items()
         if verdict.fp32_results
     }
-    return replace(facts, nodes={**facts.nodes, **found}) if found else facts
+    return replace(facts, nodes={**facts.nodes, **marked}) if marked else facts
 
 
 def _casting_extremes(
@@ -116,40 +123,15 @@ def _casting_extremes(
     return replace(verdict, modes=modes)
 
 
-def _rules_by_node(gm: fx.GraphModule, rules: Rules) -> Mapping[str, Rule]:
-    """The rule of each node that has one."""
-    found: dict[str, Rule] = {}
-    for node in gm.graph.nodes:
-        if isinstance(node.target, compat.OpOverload):
-            rule = _rule_of(node, rules)
-            if rule is not None:
-                found[node.name] = rule
-    return found
-
-
 def _rule_of(node: fx.Node, rules: Rules) -> Rule | None:
-    """The rule of a call of a torch op; a product of a value and itself is a square."""
+    """The rule of a call; a product of a value and itself is a square."""
     rule = None
     if node.target is torch.ops.aten.mul.Tensor and node.args[0] is node.args[1]:
         rule = rules.lookup(torch.ops.aten.square.default)
     return rule or rules.lookup(node.target)
 
 
-@dataclass(frozen=True)
-class _Context:
-    """The inputs that all verdicts of one graph share."""
-
-    facts: Facts
-    rules: Rules
-    low: torch.dtype
-    keep: Sequence[str]
-    known: Known
-    strides: Mapping[str, str]
-    to_the_letter: bool
-    kept: Mapping[str, str]
-
-
-def _verdict(node: fx.Node, fact: NodeFacts, under: _Context) -> Verdict:
+def _verdict(node: fx.Node, fact: NodeFacts, under: Context) -> Verdict:
     written = as_written(
         node, fact, under.facts, under.low, to_the_letter=under.to_the_letter
     )
@@ -165,18 +147,7 @@ def _verdict(node: fx.Node, fact: NodeFacts, under: _Context) -> Verdict:
         verdict = replace(verdict, modes=all_of("any", fact))
     if not under.to_the_letter and cut_off(node, under.low, under.known):
         verdict = replace(verdict, moves=not verdict.pinned)
-    at = Site(
-        node,
-        fact,
-        verdict,
-        graph=under.facts,
-        low=under.low,
-        known=under.known,
-        strides=under.strides,
-        keep=under.keep,
-        kept=under.kept,
-    )
-    found = first_pin(at, to_the_letter=under.to_the_letter)
+    found = first_pin(Site(node, fact, verdict, under))
     if found is None:
         return verdict
     pin, reason = found
@@ -190,7 +161,7 @@ def _verdict(node: fx.Node, fact: NodeFacts, under: _Context) -> Verdict:
     )
 
 
-def _by_rule(rule: Rule, node: fx.Node, fact: NodeFacts, under: _Context) -> Verdict:
+def _by_rule(rule: Rule, node: fx.Node, fact: NodeFacts, under: Context) -> Verdict:
     category, reason = rule.category, rule.reason
     for condition in rule.when:
         if condition_holds(condition, node, fact):
@@ -217,7 +188,7 @@ def _by_rule(rule: Rule, node: fx.Node, fact: NodeFacts, under: _Context) -> Ver
 
 
 def _rule_modes(
-    rule: Rule, category: Category, node: fx.Node, fact: NodeFacts, under: _Context
+    rule: Rule, category: Category, node: fx.Node, fact: NodeFacts, under: Context
 ) -> tuple[Mode, ...]:
     """What each operand of a listed op needs."""
     assert isinstance(node.target, compat.OpOverload)
@@ -279,76 +250,49 @@ def _mode(target: compat.OpOverload, operand: Operand, fact: NodeFacts) -> Mode:
     return "same"
 
 
-@dataclass(frozen=True)
-class _Site:
-    """The input of a test: a node, its facts and the value to compare with."""
-
-    node: fx.Node
-    facts: NodeFacts
-    argument: str
-    value: Any
+# -- the tests that a rule's condition may name ----------------------------------------
 
 
 def condition_holds(condition: Condition, node: fx.Node, facts: NodeFacts) -> bool:
-    """Whether `condition` is true of `node`."""
-    site = _Site(node, facts, condition.argument, condition.value)
-    return _TESTS[condition.test](site)
+    """Whether `condition` is true of `node`; its value's type has been checked."""
+    value: Any = condition.value
+    match condition.test:
+        case "reduces_at_least":
+            return _reduces_at_least(node, facts, value)
+        case "exponent_outside":
+            exponent = argument(node, "exponent")
+            is_number = isinstance(exponent, int | float)
+            return not is_number or not value[0] <= exponent <= value[1]
+        case "argument_is":
+            return bool(argument(node, condition.argument) == value)
+        case "device_is":
+            return bool(facts.device == value)
+        case "contracts":
+            return _contracts(node, value)
+    raise AssertionError(condition.test)
 
 
-def _reduces_at_least(site: _Site) -> bool:
+def _reduces_at_least(node: fx.Node, facts: NodeFacts, count: int) -> bool:
     """Whether enough elements are read per element written.
 
     A scan (cumsum) writes as many elements as it reads, so its axis counts instead.
     """
-    facts = site.facts
-    dim = argument(site.node, "dim")
-    if _reduces_unknown(site.node, dim):
+    dim, read = argument(node, "dim"), _sizes_read(node)
+    if _reduces_unknown(node, dim, read):
         return True
     if facts.numel and facts.numel == facts.read_numel and isinstance(dim, int):
-        shape = _shape_read(site.node)
-        return bool(shape) and bool(shape[dim] >= site.value)
-    return bool(facts.read_numel >= site.value * max(facts.numel, 1))
+        return bool(read) and bool(compat.hint(read[dim]) >= count)
+    return bool(facts.read_numel >= count * max(facts.numel, 1))
 
 
-def _reduces_unknown(node: fx.Node, dim: object) -> bool:
+def _reduces_unknown(node: fx.Node, dim: object, read: list[Any]) -> bool:
     """Whether a reduced axis is symbolic: later calls may have it at any length."""
-    read, made = _sizes_read(node), tensors_of(node.meta.get("val"))
+    made = tensors_of(node.meta.get("val"))
     kept = made[0].shape if made else ()
     if read == list(kept) and isinstance(dim, int) and read:
         return not isinstance(read[dim], int)
     unknown = Counter(str(s) for s in read if not isinstance(s, int))
     return bool(unknown - Counter(str(s) for s in kept if not isinstance(s, int)))
-
-
-def _exponent_outside(site: _Site) -> bool:
-    low, high = site.value
-    exponent = argument(site.node, "exponent")
-    return not isinstance(exponent, (int, float)) or not low <= exponent <= high
-
-
-def _argument_is(site: _Site) -> bool:
-    return bool(argument(site.node, site.argument) == site.value)
-
-
-def _device_is(site: _Site) -> bool:
-    return bool(site.facts.device == site.value)
-
-
-def _contracts(site: _Site) -> bool:
-    equation = argument(site.node, "equation")
-    if not isinstance(equation, str):  # `einsum` takes lists of numbers as well
-        return bool(site.value)
-    read, _, made = equation.replace(" ", "").partition("->")
-    operands = [set(term) - set(".") for term in read.split(",")]
-    times = Counter(index for operand in operands for index in operand)
-    letters = Counter(read.replace(",", "").replace(".", ""))
-    kept = set(made) if "->" in equation else {i for i in times if letters[i] == 1}
-    shared = any(n > 1 and index not in kept for index, n in times.items())
-    return bool(shared == site.value)
-
-
-def _shape_read(node: fx.Node) -> list[int]:
-    return [compat.hint(s) for s in _sizes_read(node)]
 
 
 def _sizes_read(node: fx.Node) -> list[Any]:
@@ -357,10 +301,14 @@ def _sizes_read(node: fx.Node) -> list[Any]:
     return list(getattr(value, "shape", ()))
 
 
-_TESTS: dict[str, Callable[[_Site], bool]] = {
-    "reduces_at_least": _reduces_at_least,
-    "exponent_outside": _exponent_outside,
-    "argument_is": _argument_is,
-    "contracts": _contracts,
-    "device_is": _device_is,
-}
+def _contracts(node: fx.Node, wanted: bool) -> bool:
+    """Whether an `einsum` sums over an index that two operands share, as `wanted`."""
+    equation = argument(node, "equation")
+    if not isinstance(equation, str):  # `einsum` takes lists of numbers as well
+        return wanted
+    read, _, made = equation.replace(" ", "").partition("->")
+    operands = [set(term) - set(".") for term in read.split(",")]
+    times = Counter(index for operand in operands for index in operand)
+    letters = Counter(read.replace(",", "").replace(".", ""))
+    kept = set(made) if "->" in equation else {i for i in times if letters[i] == 1}
+    return wanted == any(n > 1 and index not in kept for index, n in times.items())

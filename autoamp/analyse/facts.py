@@ -119,27 +119,32 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts of a whole graph, in graph order."""
+    """Facts of a whole graph, in graph order.
+
+    Attributes:
+        nodes: the facts of each node.
+        returned: values that the graph returns.
+        constants: values that come from outside: placeholders and attributes.
+        weights: the `constants` that are parameters (or attributes) of the model.
+        parameters: the `weights` that are parameters, not buffers or constants.
+        mutated: storages that are written to inside the graph.
+        written_opaquely: the `mutated` storages that an opaque sub-graph may write to,
+            or that an op writes to and does not return.
+        outside: storages of inputs and attributes, which exist outside the graph too.
+        own_kernels: whether the graph runs with `kernels/cpu_norms/`.
+        element_of: each `getitem` node to the node that makes the tuple.
+    """
 
     nodes: Mapping[str, NodeFacts]
     returned: frozenset[str]
-    """Values the graph returns."""
     constants: frozenset[str]
-    """Values that come from outside: placeholders and attributes."""
     weights: frozenset[str]
-    """The `constants` that are parameters (or attributes) of the model."""
     parameters: frozenset[str]
-    """The `weights` that are parameters, not buffers or constants."""
     mutated: frozenset[int]
-    """Storages written to inside the graph."""
     written_opaquely: frozenset[int]
-    """The `mutated` storages that an opaque sub-graph may write to, or that an op
-    writes to and does not return."""
     outside: frozenset[int]
-    """Storages of inputs and attributes, which also exist outside the graph."""
-    own_kernels: bool = False  # whether the graph runs with `kernels/cpu_norms/`
+    own_kernels: bool = False
     element_of: Mapping[str, str] = field(default_factory=dict)
-    """`getitem` node to the node that makes the tuple."""
 
     def producer(self, value: str) -> str:
         """The node that decides the dtype of `value`: `value`, or its tuple's maker.
@@ -166,14 +171,20 @@ def collect_facts(
         device: type of the device that the graph is to run on; by default each node
             runs on the device it was traced on.
     """
-    collector = _Collector(gm, torch.is_grad_enabled(), device, low)
+    walk = _Walk(gm, device, low)
     for node in gm.graph.nodes:
-        collector.visit(node)
-    return collector.finish()
-
-
-def _op_name(target: object) -> str:
-    return op_name(target) if isinstance(target, compat.OpOverload) else ""
+        walk.visit(node)
+    return Facts(
+        nodes=walk.nodes,
+        returned=frozenset(walk.returned),
+        constants=frozenset(walk.constants),
+        weights=frozenset(walk.weights),
+        parameters=frozenset(walk.parameters),
+        mutated=frozenset(walk.writes),
+        written_opaquely=frozenset(walk.opaque_writes),
+        outside=frozenset(walk.outside),
+        element_of=walk.element_of,
+    )
 
 
 def _numel(tensors: list[torch.Tensor]) -> int:
@@ -184,17 +195,12 @@ def _is_inexact(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-class _Collector:
-    """Walks the graph once, in order."""
+class _Walk:
+    """One walk through a graph, in order, and what it has met."""
 
     def __init__(
-        self,
-        gm: fx.GraphModule,
-        grad_mode: bool,
-        device: str | None,
-        low: torch.dtype,
+        self, gm: fx.GraphModule, device: str | None, low: torch.dtype
     ) -> None:
-        self.gm = gm
         self.typed_as = typed_as(gm)
         self.device = device
         self.low = low
@@ -208,7 +214,7 @@ class _Collector:
         self.writes: dict[int, int] = defaultdict(int)
         self.element_of: dict[str, str] = {}
         self.grad_needed: set[str] = set()
-        self.grad_mode = grad_mode
+        self.grad_mode = torch.is_grad_enabled()
         self.autocasts = Regions(gm)
         self.region = 0
 
@@ -220,44 +226,28 @@ class _Collector:
                 n.name for n in node.all_input_nodes if n.name in self.nodes
             }
         elif node.target in compat.MODE_CHANGES:
-            self._change_region(node)
+            self.region += 1
+            if node.target is compat.SET_GRAD:
+                self.grad_mode = bool(node.args[0])
+            self.autocasts.follow(node)
         if node.op != "output":
             self._record(node)
             self._note_writes(node)
-
-    def finish(self) -> Facts:
-        return Facts(
-            nodes=self.nodes,
-            returned=frozenset(self.returned),
-            constants=frozenset(self.constants),
-            weights=frozenset(self.weights),
-            parameters=frozenset(self.parameters),
-            mutated=frozenset(self.writes),
-            written_opaquely=frozenset(self.opaque_writes),
-            outside=frozenset(self.outside),
-            element_of=self.element_of,
-        )
 
     def _constant(self, node: fx.Node) -> None:
         tensors = tensors_of(node.meta.get("val"))
         self.outside.update(compat.storage_id(t) for t in tensors)
         if tensors:
             self.constants.add(node.name)
-        needs_grad = bool(node.meta.get("autoamp_requires_grad"))
-        if needs_grad:
+        if node.meta.get("autoamp_requires_grad"):
             self.grad_needed.add(node.name)
         if node.meta.get("autoamp_is_parameter"):
             self.parameters.add(node.name)
         if node.op == "get_attr" or node.name in self.parameters:
             self.weights.add(node.name)
 
-    def _change_region(self, node: fx.Node) -> None:
-        self.region += 1
-        if node.target is compat.SET_GRAD:
-            self.grad_mode = bool(node.args[0])
-        self.autocasts.follow(node)
-
     def _record(self, node: fx.Node) -> None:
+        of_torch = isinstance(node.target, compat.OpOverload)
         outputs = tensors_of(node.meta.get("val"))
         floats = [t for t in outputs if t.dtype == HIGH_DTYPE]
         strange = [t for t in outputs if t.dtype != HIGH_DTYPE]
@@ -274,7 +264,7 @@ class _Collector:
             self.grad_needed.add(node.name)
         self.nodes[node.name] = NodeFacts(
             name=node.name,
-            op=_op_name(node.target),
+            op=op_name(node.target) if of_torch else "",
             is_value=single and bool(floats),
             makes_floats=bool(floats),
             makes_others=any(not _is_inexact(t) for t in strange),
@@ -307,10 +297,7 @@ class _Collector:
             return (), inputs, 0
         for name, value in named_arguments(node):
             leaves: list[fx.Node] = []
-            if isinstance(value, fx.Node):
-                leaves.append(value)
-            else:
-                fx.node.map_arg(value, leaves.append)
+            fx.node.map_arg(value, leaves.append)
             for leaf in leaves:
                 tensor = leaf.meta.get("val")
                 if not isinstance(tensor, torch.Tensor):
@@ -365,17 +352,12 @@ def _asked(node: fx.Node) -> str:
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
     """The calls that read a new tensor, after all that writes to it in place."""
     for user in node.users:
-        if _writes_to(user, node):
+        target = user.target
+        in_place = isinstance(target, compat.OpOverload) and is_inplace(target)
+        if in_place and user.args[0] is node and user.all_input_nodes == [node]:
             yield from _readers(user)
         else:
             yield user
-
-
-def _writes_to(call: fx.Node, node: fx.Node) -> bool:
-    """Whether a call changes a tensor in place and reads no other."""
-    target = call.target
-    in_place = isinstance(target, compat.OpOverload) and is_inplace(target)
-    return in_place and call.args[0] is node and call.all_input_nodes == [node]
 
 
 def _beside(made: fx.Node, reader: fx.Node, name: str) -> fx.Node | None:

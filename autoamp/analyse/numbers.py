@@ -154,13 +154,13 @@ def cut_off(node: fx.Node, low: torch.dtype, known: Known) -> bool:
 def extreme_values(
     gm: fx.GraphModule,
     classified: Classified,
-    rules: Mapping[str, Rule],
+    rules: Mapping[str, Rule | None],
     low: torch.dtype,
 ) -> frozenset[str]:
     """The nodes of a graph whose values may be masks beyond the range of `low`.
 
     Args:
-        rules: the rule of each node that has one.
+        rules: the rule of each node, None where it has none.
     """
     limit = largest(low)
     facts = classified.facts
@@ -172,20 +172,14 @@ def extreme_values(
             allowed = node in products and classified.is_allowed(node.name)
             if not (allowed or _is_bounded(node, rule, limit)) and (
                 _holds_extreme(node, limit)
-                or any(n.name in found for n in _float_inputs(node, facts))
+                or any(
+                    n.name in found and facts.nodes[n.name].makes_floats
+                    for n in node.all_input_nodes
+                )
             ):
                 found.add(node.name)
     _masks_given_from_outside(gm, facts, products, found)
     return frozenset(found)
-
-
-def _float_inputs(node: fx.Node, facts: Facts) -> list[fx.Node]:
-    """The nodes whose floats a node reads."""
-    return [
-        n
-        for n in node.all_input_nodes
-        if n.name in facts.nodes and facts.nodes[n.name].makes_floats
-    ]
 
 
 def _is_bounded(node: fx.Node, rule: Rule | None, limit: float) -> bool:
@@ -243,19 +237,15 @@ def _masks_given_from_outside(
         if base_name(node.target) == "aten::scaled_dot_product_attention":
             masks = [v for k, v in named_arguments(node) if k == "attn_mask" and v]
         elif base_name(node.target) in family("softmax"):
-            scores = node.args[0]
-            if isinstance(scores, fx.Node) and _is_sum(scores):
+            scores: Any = node.args[0]
+            made_by = getattr(scores, "target", None)
+            if isinstance(made_by, compat.OpOverload) and base_name(made_by) in family(
+                "addition"
+            ):
                 added = scores.all_input_nodes
                 if any(a in products for a in added):
                     masks = [a for a in added if a not in products]
         _mark_with_sources(masks, facts, extreme)
-
-
-def _is_sum(node: fx.Node) -> bool:
-    target = node.target
-    return isinstance(target, compat.OpOverload) and (
-        base_name(target) in family("addition")
-    )
 
 
 def _mark_with_sources(masks: list[fx.Node], facts: Facts, extreme: set[str]) -> None:

@@ -21,20 +21,26 @@ from autoamp.analyse.verdict import BACKWARD, Verdict
 from autoamp.kernels.functions.norms import OWN_NORMS
 from autoamp.op_names import base_name
 from autoamp.ops import is_pointwise, is_view
-from autoamp.rules import family
-
-RETURNED = "its result, or a view of it, is returned with gaps"
-READ = "its layout is read by as_strided, which a cast would change"
+from autoamp.rules import Rules, family
 
 
 def held_by_strides(gm: fx.GraphModule, facts: Facts) -> Mapping[str, str]:
-    """The calls that make or view values whose strides matter, each to the reason."""
+    """The calls that make or view values whose strides matter, each to the reason.
+
+    A cast lays its result out without gaps.  A view with gaps, such as `y[:, ::2]`,
+    keeps its strides only where the cast comes before the view: the view is then taken
+    of an fp32 tensor that lies as the model's does.
+    """
     nodes = {n.name: n for n in gm.graph.nodes}
-    why = {v: RETURNED for v in facts.returned if _has_gaps(nodes[v])}
+    returned = "its result, or a view of it, is returned with gaps"
+    why = {v: returned for v in facts.returned if _has_gaps(nodes[v])}
+    as_read = "its layout is read by as_strided, which a cast would change"
     for node in gm.graph.nodes:
-        if _reads_strides(node):
+        if isinstance(node.target, compat.OpOverload) and base_name(
+            node.target
+        ) in family("reads_strides"):
             read = [o.value for o in facts.nodes[node.name].operands[:1]]
-            why |= dict.fromkeys((node.name, *read), READ)
+            why |= dict.fromkeys((node.name, *read), as_read)
     found: dict[str, str] = {}
     for value in (v for v in why if facts.nodes[v].makes_floats):
         views, base = views_down_to(value, facts)
@@ -54,12 +60,6 @@ def views_down_to(value: str, facts: Facts) -> tuple[list[str], str]:
         if not value:
             return views, maker
         views.append(maker)
-
-
-def _reads_strides(node: fx.Node) -> bool:
-    if not isinstance(node.target, compat.OpOverload):
-        return False
-    return base_name(node.target) in family("reads_strides")
 
 
 def _has_gaps(node: fx.Node) -> bool:
@@ -86,29 +86,38 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Site:
-    """A call of a torch op, and everything that the pins judge the call by.
+class Context:
+    """What all verdicts of one graph share.
 
     Attributes:
-        node, fact: the call.
-        verdict: the rules' verdict on the call.
-        graph: the facts of the whole graph.
+        facts: the facts of the whole graph.
+        rules: the op rules.
         low: the compute dtype.
-        known: the numbers that tensors hold.
-        strides: the calls that stay fp32 for strides' sake, each to the reason.
         keep: patterns of the module paths that stay fp32.
         kept: the reasons of these patterns, where they are not the user's `keep=`.
+        known: the numbers that tensors hold.
+        strides: the calls that stay fp32 for strides' sake, each to the reason.
+        to_the_letter: whether TensorFlow's lists decide alone where torch has a choice.
     """
+
+    facts: Facts
+    rules: Rules
+    low: torch.dtype
+    keep: Sequence[str]
+    kept: Mapping[str, str]
+    known: Known
+    strides: Mapping[str, str]
+    to_the_letter: bool
+
+
+@dataclass(frozen=True)
+class Site:
+    """A call of a torch op, with its facts, and the rules' verdict on it."""
 
     node: fx.Node
     fact: NodeFacts
     verdict: Verdict
-    graph: Facts
-    low: torch.dtype
-    known: Known
-    strides: Mapping[str, str]
-    keep: Sequence[str]
-    kept: Mapping[str, str]
+    under: Context
 
     @functools.cached_property  # most pins ask
     def base(self) -> str:
@@ -136,10 +145,10 @@ def _around(path: str) -> tuple[str, ...]:
 
 
 def _kept(at: Site) -> str | None:
-    pattern = kept_by(at.keep, at.fact.modules)
+    pattern = kept_by(at.under.keep, at.fact.modules)
     if pattern is None:
         return None
-    return at.kept.get(pattern, f"kept in fp32 by keep={pattern!r}")
+    return at.under.kept.get(pattern, f"kept in fp32 by keep={pattern!r}")
 
 
 def _in_a_region(at: Site) -> str | None:
@@ -204,13 +213,11 @@ def _mixes_integers(at: Site) -> str | None:
     for name, value in named_arguments(at.node):
         if name in _NUMBERS and isinstance(value, fx.Node):
             found = value.meta.get("val")
-            if isinstance(found, torch.Tensor) and found.dim() and not _is_float(found):
+            if not isinstance(found, torch.Tensor) or not found.dim():
+                continue
+            if not (found.is_floating_point() or found.is_complex()):
                 return f"{name} holds integers: left as the user wrote it"
     return None
-
-
-def _is_float(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 _CONVERT = frozenset({"aten::to", "aten::_to_copy", "aten::copy_", "aten::type_as"})
@@ -233,39 +240,40 @@ def _made_of_no_floats(at: Site) -> str | None:
 
 
 def _written_unseen(at: Site) -> str | None:
-    if at.fact.storage in at.graph.written_opaquely:
+    if at.fact.storage in at.under.facts.written_opaquely:
         return "a function that autoamp cannot look into may write to it"
     return None
 
 
 def _written_outside(at: Site) -> str | None:
-    if at.fact.storage in at.graph.mutated and at.fact.storage in at.graph.outside:
+    if (
+        at.fact.storage in at.under.facts.mutated
+        and at.fact.storage in at.under.facts.outside
+    ):
         return "writes to, or views, a tensor that exists outside the graph"
     return None
 
 
 def _statistics(at: Site) -> str | None:
-    if at.base in family("norm_with_statistics") and _reads_beyond_first(at.node):
-        return "its statistics are read, and its kernel chooses their dtype"
-    return None
-
-
-def _reads_beyond_first(node: fx.Node) -> bool:
-    """Whether anything but the first of a node's results is read."""
-    return not all(
-        user.target is operator.getitem and user.args[1] == 0 for user in node.users
-    )
+    if at.base not in family("norm_with_statistics"):
+        return None
+    if all(u.target is operator.getitem and u.args[1] == 0 for u in at.node.users):
+        return None  # nothing but the first of its results is read
+    return "its statistics are read, and its kernel chooses their dtype"
 
 
 def _out_of_range(at: Site) -> str | None:
-    return literal_reason(at.node, at.low, at.known, at.verdict.category)
+    return literal_reason(at.node, at.under.low, at.under.known, at.verdict.category)
 
 
 def _sums_rows(at: Site) -> str | None:
     """The reason to pin a look-up in a trained table."""
     if at.base in family("gathers_rows") and at.fact.requires_grad and at.fact.operands:
         table = at.fact.operands[0].value
-        if table in at.graph.weights and at.graph.nodes[table].requires_grad:
+        if (
+            table in at.under.facts.weights
+            and at.under.facts.nodes[table].requires_grad
+        ):
             return "its backward adds up the gradients of each row, which needs fp32"
     return None
 
@@ -276,13 +284,14 @@ def _sums_over_rows(at: Site) -> str | None:
     sums_low = at.base in family("layer_norm") and fact.device == "cpu"
     if not (sums_low and fact.requires_grad):
         return None
-    if at.graph.own_kernels and at.node.target in OWN_NORMS:
+    if at.under.facts.own_kernels and at.node.target in OWN_NORMS:
         return None
     if len(fact.operands) < 2:
         return None
     shape = argument(at.node, "normalized_shape")
     size = math.prod(compat.hint(s) for s in shape)
-    unknown = any(not isinstance(s, int) for s in _output_shape(at.node))
+    made = tensors_of(at.node.meta["val"])[0].shape
+    unknown = any(not isinstance(s, int) for s in made)
     # The calls of a norm that is written out sum in fp32, over few rows as well.
     if unknown or fact.chain is not None or fact.numel >= _MANY_ROWS * size:
         return (
@@ -298,13 +307,8 @@ On torch 2.13's CPU a bf16 layer norm gave 512 as the weight gradient over 16000
 ones, and an fp16 layer norm gave 4096."""
 
 
-def _output_shape(node: fx.Node) -> Sequence[object]:
-    """The sizes of the first output; a symbolic size stands for any number."""
-    return tuple(tensors_of(node.meta["val"])[0].shape)
-
-
 def _keeps_strides(at: Site) -> str | None:
-    return at.strides.get(at.node.name)
+    return at.under.strides.get(at.node.name)
 
 
 @dataclass(frozen=True)
@@ -347,14 +351,10 @@ A failed check keeps the nodes it names in fp32 before any pin is asked (`retrea
 The ceiling, which looks at the whole graph, comes after the pins (`ceiling.py`)."""
 
 
-def first_pin(at: Site, *, to_the_letter: bool) -> tuple[Pin, str] | None:
-    """The first pin that holds at a call, and its reason; None where none does.
-
-    Args:
-        to_the_letter: TensorFlow's lists decide alone where torch has a choice.
-    """
+def first_pin(at: Site) -> tuple[Pin, str] | None:
+    """The first pin that holds at a call, and its reason; None where none does."""
     for pin in PINS:
-        if to_the_letter and not pin.always:
+        if at.under.to_the_letter and not pin.always:
             continue
         if pin.may_round and at.verdict.pinned:  # the rule's pin widens more
             continue

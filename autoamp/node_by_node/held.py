@@ -72,7 +72,7 @@ class Held(Observer):
         """The value, cast if its dtype is not the dtype of its node."""
         if n.op != "call_function" or n.target is operator.getitem:
             return value
-        said, given = dtypes_of(n), dtypes_in(value)
+        said, given = dtypes_in(n.meta.get("val")), dtypes_in(value)
         if given == said:
             return value
         differ = _differences(said, given)
@@ -145,11 +145,6 @@ def _checked(
     check_same_calls(amended, code)
     compat.make_code(code)
     return code
-
-
-def dtypes_of(n: fx.Node) -> Dtypes:
-    """The dtypes that a node promises for its result."""
-    return dtypes_in(n.meta.get("val"))
 
 
 def _is_returned_as_before(n: fx.Node) -> bool:

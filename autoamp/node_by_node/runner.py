@@ -45,97 +45,6 @@ class Observer:
         """Called at the end of a run; `results` is None where the run raised."""
 
 
-Make = Callable[[fx.GraphModule], Callable[..., Any]]
-"""Takes the graph of a body; returns a function that runs the graph node by node."""
-
-Observers = Sequence[Observer]
-
-
-def _cond(
-    make: Make, _: Observers, which: Any, yes: Any, no: Any, operands: Sequence[Any]
-) -> Any:
-    return tuple(make(yes if bool(which) else no)(*operands))
-
-
-def _while_loop(
-    make: Make,
-    _: Observers,
-    goes_on: Any,
-    body: Any,
-    carried: Sequence[Any],
-    shared: Sequence[Any] = (),
-) -> Any:
-    while bool(_one(goes_on(*carried, *shared))):
-        carried = make(body)(*carried, *shared)
-    return tuple(carried)
-
-
-def _scan(  # noqa: PLR0917 (the arguments of the op follow the first two)
-    make: Make,
-    observers: Observers,
-    body: Any,
-    carried: Sequence[Any],
-    over: Sequence[Any],
-    shared: Sequence[Any] = (),
-) -> Any:
-    count, given = len(carried), len(over[0])
-    found = []
-    for at in range(given):
-        result = make(body)(*carried, *_slices(observers, over, at), *shared)
-        carried = result[:count]
-        found.append(result[count:])
-    return (*carried, *_stacked(observers, found))
-
-
-def _map(
-    make: Make,
-    observers: Observers,
-    body: Any,
-    over: Sequence[Any],
-    shared: Sequence[Any] = (),
-) -> Any:
-    found = [
-        make(body)(*_slices(observers, over, at), *shared) for at in range(len(over[0]))
-    ]
-    return tuple(_stacked(observers, found))
-
-
-def _slices(observers: Observers, over: Sequence[Any], at: int) -> list[Any]:
-    found = []
-    for value in over:
-        part = value[at]
-        for each in observers:
-            each.cut(part, value)
-        found.append(part)
-    return found
-
-
-def _stacked(observers: Observers, results: Sequence[Sequence[Any]]) -> list[Any]:
-    found = []
-    for column in zip(*results, strict=True):
-        whole = torch.stack(column)
-        for each in observers:
-            each.joined(whole, column)
-        found.append(whole)
-    return found
-
-
-def _one(value: Any) -> Any:
-    return value[0] if isinstance(value, (list, tuple)) else value
-
-
-UNROLLED: Mapping[Any, Callable[..., Any]] = {
-    compat.COND: _cond,
-    compat.WHILE_LOOP: _while_loop,
-    compat.SCAN: _scan,
-    compat.MAP: _map,
-}
-"""Each op, and the function that runs it.
-
-The function takes a `Make`, the observers, and then the arguments of the op.
-"""
-
-
 class Runner(fx.Interpreter):
     """One run of one graph, or of one body."""
 
@@ -195,7 +104,7 @@ class Runner(fx.Interpreter):
         if target is checkpointed:
             args = (self._body(args[0]), *args[1:])
         elif target in UNROLLED and self._unrolls and not compat.inside_backward():
-            return UNROLLED[target](self._body, self.observers, *args)
+            return UNROLLED[target](self, *args)
         return super().call_function(target, args, kwargs)
 
     def _body(self, gm: fx.GraphModule) -> Callable[..., Any]:
@@ -207,6 +116,66 @@ class Runner(fx.Interpreter):
             return Runner(gm, observers, keep_values=keeps, is_body=True).run(*args)
 
         return run
+
+    def _cond(self, which: Any, yes: Any, no: Any, operands: Sequence[Any]) -> Any:
+        return tuple(self._body(yes if bool(which) else no)(*operands))
+
+    def _while_loop(
+        self,
+        goes_on: Any,
+        body: Any,
+        carried: Sequence[Any],
+        shared: Sequence[Any] = (),
+    ) -> Any:
+        def is_true(value: Any) -> bool:
+            return bool(value[0] if isinstance(value, list | tuple) else value)
+
+        while is_true(goes_on(*carried, *shared)):
+            carried = self._body(body)(*carried, *shared)
+        return tuple(carried)
+
+    def _scan(
+        self,
+        body: Any,
+        carried: Sequence[Any],
+        over: Sequence[Any],
+        shared: Sequence[Any] = (),
+    ) -> Any:
+        count, found = len(carried), []
+        for at in range(len(over[0])):
+            result = self._body(body)(*carried, *self._slices(over, at), *shared)
+            carried = result[:count]
+            found.append(result[count:])
+        return (*carried, *self._stacked(found))
+
+    def _map(self, body: Any, over: Sequence[Any], shared: Sequence[Any] = ()) -> Any:
+        every = range(len(over[0]))
+        found = [self._body(body)(*self._slices(over, at), *shared) for at in every]
+        return tuple(self._stacked(found))
+
+    def _slices(self, over: Sequence[Any], at: int) -> list[Any]:
+        parts = [value[at] for value in over]
+        for part, value in zip(parts, over, strict=True):
+            for each in self.observers:
+                each.cut(part, value)
+        return parts
+
+    def _stacked(self, results: Sequence[Sequence[Any]]) -> list[Any]:
+        columns = [*zip(*results, strict=True)]
+        wholes = [torch.stack(column) for column in columns]
+        for whole, column in zip(wholes, columns, strict=True):
+            for each in self.observers:
+                each.joined(whole, column)
+        return wholes
+
+
+UNROLLED: Mapping[Any, Callable[..., Any]] = {
+    compat.COND: Runner._cond,
+    compat.WHILE_LOOP: Runner._while_loop,
+    compat.SCAN: Runner._scan,
+    compat.MAP: Runner._map,
+}
+"""Each op with bodies, and the method that runs it as Python would."""
 
 
 def runs_every_op(gm: fx.GraphModule) -> bool:
@@ -228,7 +197,10 @@ def _graph_at(gm: fx.GraphModule, node: fx.Node) -> Any:
 
 
 class GradientSizes(Observer):
-    """Keeps the largest number of each fp16 gradient in a graph.
+    """Keeps the largest number of each fp16 gradient in a graph, for the loss scale.
+
+    The gradients that leave a graph are not enough: a gradient inside may overflow at a
+    scale at which they do not.
 
     Attributes:
         magnitudes: one 0-dim fp32 tensor for each gradient, in the order of the

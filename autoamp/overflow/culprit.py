@@ -1,4 +1,7 @@
-"""Finds the step of a trail at which a number left its dtype's range."""
+"""Finds the step of a trail at which a number left its dtype's range, and says so.
+
+Without a trail, the gradients alone tell.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,6 @@ from autoamp.dtypes import largest, short_name
 from autoamp.overflow.trail import (
     INPUT,
     OP,
-    Location,
     Step,
     Trail,
     given_location,
@@ -22,9 +24,6 @@ from autoamp.overflow.trail import (
     readers,
 )
 from autoamp.rewrite.emitted import is_inserted
-
-Key = tuple[bool, Location]
-"""A step's `key`."""
 
 
 def root_of(step: Step) -> Step:
@@ -68,20 +67,10 @@ def harmful(trail: Trail, loss: Step | None = None) -> Step | None:
     return first
 
 
-def born(trail: Trail) -> list[Step]:
-    """The steps that made an infinity or NaN of finite numbers, in order."""
-    return [
-        step
-        for step in trail.steps
-        if not step.is_finite
-        and not step.literal
-        and not (step.is_backward and step.entered_bad)
-        and (step.is_backward or all(each.is_finite for each in step.operands))
-    ]
-
-
 def first_out_of_range(
-    trail: Trail, loss: Step | None = None, known: Collection[Key] = ()
+    trail: Trail,
+    loss: Step | None = None,
+    known: Collection[object] = (),
 ) -> Step | None:
     """The step to blame; steps whose key is in `known` are passed over.
 
@@ -91,7 +80,17 @@ def first_out_of_range(
     step = harmful(trail, loss)
     if step is not None and step.key not in known:
         return step
-    return next((each for each in born(trail) if each.key not in known), None)
+    born = filter(_bears, trail.steps)
+    return next((each for each in born if each.key not in known), None)
+
+
+def _bears(step: Step) -> bool:
+    """Whether a step made an infinity or NaN of finite numbers."""
+    if step.is_finite or step.literal:
+        return False
+    if step.is_backward:
+        return not step.entered_bad
+    return all(each.is_finite for each in step.operands)
 
 
 def nearest(trail: Trail) -> tuple[float, Step] | None:
@@ -145,12 +144,11 @@ def _output_of(step: Step) -> str:
     if step.node is None:
         return ""
     nodes = {step.node, *_uses(step.node)}
-    end = next((n for n in reversed(step.node.graph.nodes) if n.op == "output"), None)
-    results = [] if end is None else end.args[0]
+    results = step.node.graph.output_node().args[0]
     if not isinstance(results, (list, tuple)):
         return ""
-    found = [at for at, each in enumerate(results) if each in nodes]
-    return f"output {found[0]}" if found else ""
+    found = (f"output {at}" for at, each in enumerate(results) if each in nodes)
+    return next(found, "")
 
 
 def _uses(node: fx.Node) -> list[fx.Node]:
@@ -161,10 +159,11 @@ def _uses(node: fx.Node) -> list[fx.Node]:
 
 def _read(step: Step) -> str:
     """A clause about an operand of the forward, not finite, that a backward reads."""
-    for each in step.operands[0].operands:
-        if each.is_given and not each.is_finite:
-            return f", which reads {each.location}, in which a number is not finite"
-    return ""
+    given = [each for each in step.operands[0].operands if each.is_given]
+    bad = next((each for each in given if not each.is_finite), None)
+    if bad is None:
+        return ""
+    return f", which reads {bad.location}, in which a number is not finite"
 
 
 def near(times: float, step: Step, scale: float) -> str:

@@ -1,4 +1,4 @@
-"""Leaves a trail of the values in a graph that runs node by node."""
+"""Leaves a trail of the values in a graph that runs node by node, and between."""
 
 from __future__ import annotations
 
@@ -33,9 +33,6 @@ from autoamp.overflow.trail import (
 )
 from autoamp.rewrite.meshes import stands_in
 
-Names = Mapping[int, Location]
-"""The names of weights and inputs, by the `id` of the tensor."""
-
 
 class Recorder(Observer):
     """Adds the values of one run, and their gradients, to a trail."""
@@ -45,7 +42,7 @@ class Recorder(Observer):
     def __init__(
         self,
         trail: Trail,
-        names: Names | None = None,
+        names: Mapping[int, Location] | None = None,
         *,
         exact: bool = False,
         here: str = "",
@@ -53,7 +50,8 @@ class Recorder(Observer):
         """Makes a recorder.
 
         Args:
-            names: better names for inputs than the graph has.
+            names: better names for weights and inputs than the graph has, by the `id`
+                of the tensor.
             exact: whether a value that leaves its range is computed in fp32 as well,
                 from the same operands; this waits for the device at each node.
             here: the path of the module around the code that runs.
@@ -70,7 +68,7 @@ class Recorder(Observer):
     def ended(self, results: Any) -> None:
         """Notes which steps made the results."""
         if not compat.inside_backward():
-            made = map(self.trail.maker, floats_in(_flat(results)))
+            made = map(self.trail.maker, floats_in(results))
             self.trail.outputs += [step for step in made if step is not None]
         self.trail.let_go()
 
@@ -88,8 +86,8 @@ class Recorder(Observer):
         if n.op == "output" or not tensors or compat.inside_backward():
             return value
         # The results of a call of a body were noted at the body's own nodes.
-        passes_on = n.target is operator.getitem or _runs_bodies(n)
-        known = self.trail.maker(tensors[0]) if passes_on else None
+        noted = (operator.getitem, checkpointed, *UNROLLED)
+        known = self.trail.maker(tensors[0]) if n.target in noted else None
         if n.op in ("placeholder", "get_attr"):
             self._note_given(n, value)
         elif known is not None:
@@ -116,9 +114,9 @@ class Recorder(Observer):
         if known is not None:  # a value of another graph, or of the graph around
             self.latest[n] = known
             return
-        made = outside_location(value) if self.exact else None
-        if made is not None:  # Python code between graphs
-            step = Step(n, largest_in([value]), value.dtype, location=made)
+        location = _line_that_made(value) if self.exact else None
+        if location is not None:  # Python code between graphs
+            step = Step(n, largest_in([value]), value.dtype, place=location)
             self.latest[n] = self.trail.add(step, [value])
             self.trail.claim(step, [value])
             return
@@ -128,16 +126,18 @@ class Recorder(Observer):
             n, is_weight=weight, here=self.here
         )
         dtype, size = value.dtype, largest_in([value])
-        step = Step(n, size, dtype, location=location, here=self.here)
+        step = Step(n, size, dtype, place=location, here=self.here)
         self.latest[n] = self.trail.add(step)
 
     def _note(
         self, run: fx.Interpreter, n: fx.Node, tensors: list[torch.Tensor]
     ) -> None:
         operands = [self.latest[o] for o in read_operands(n) if o in self.latest]
-        seen = [] if _is_unset(n) else tensors
-        dtype = tensors[0].dtype
-        step = Step(n, largest_in(seen), dtype, operands, here=self.here)
+        of_torch = isinstance(n.target, compat.OpOverload)
+        # Memory that is allocated and not written to yet holds no number.
+        unset = of_torch and "empty" in base_name(n.target)  # type: ignore[arg-type]
+        size = largest_in([] if unset else tensors)
+        step = Step(n, size, tensors[0].dtype, operands, here=self.here)
         self.trail.add(step, tensors)
         self.trail.claim(step, tensors)
         self.latest[n] = step
@@ -159,51 +159,38 @@ class Recorder(Observer):
 
     def _in_fp32(self, run: fx.Interpreter, n: fx.Node, step: Step) -> float | None:
         """The magnitude of the result in fp32; None where fp32 cannot be computed."""
-        if step.is_cast:
+        of_torch = isinstance(n.target, compat.OpOverload)
+        if step.is_cast or (of_torch and stands_in(n)):  # moved, not computed
             return max((o.largest for o in step.operands), default=None)
-        if n.op != "call_function" or not isinstance(n.target, compat.OpOverload):
+        if not of_torch:
             return None
-        if stands_in(n):  # moved, not computed
-            return max((o.largest for o in step.operands), default=None)
         args, kwargs = self._unwritten or _operands_in_fp32(run, n)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             try:
-                return float(largest_in(floats_in(n.target(*args, **kwargs))))
+                result = n.target(*args, **kwargs)  # type: ignore[operator]
+                return float(largest_in(floats_in(result)))
             except RuntimeError:  # the kernel takes one dtype only
                 return None
 
 
 def _operands_in_fp32(run: fx.Interpreter, n: fx.Node) -> tuple[Any, Any]:
-    def wide(node: fx.Node) -> Any:
+    """The arguments of a call, with tensors copied, and widened as named dtypes are."""
+
+    def copied(node: fx.Node) -> Any:
         value = run.env[node]
         if not isinstance(value, torch.Tensor):
             return value
         value = value.detach().clone()
         return value.float() if value.is_floating_point() else value
 
-    args, kwargs = (fx.map_arg(each, wide) for each in (n.args, n.kwargs))
-    return fx.node.map_aggregate((args, kwargs), _widened)
+    def widened(value: Any) -> Any:
+        is_low = isinstance(value, torch.dtype) and value in LOW_DTYPES.values()
+        return HIGH_DTYPE if is_low else value
+
+    return fx.node.map_aggregate(fx.map_arg((n.args, n.kwargs), copied), widened)
 
 
-def _flat(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _runs_bodies(n: fx.Node) -> bool:
-    return n.target is checkpointed or n.target in UNROLLED
-
-
-def _is_unset(n: fx.Node) -> bool:
-    """Whether a node allocates memory and writes nothing to it."""
-    if not isinstance(n.target, compat.OpOverload):
-        return False
-    return "empty" in base_name(n.target)
-
-
-def _widened(value: Any) -> Any:
-    is_low = isinstance(value, torch.dtype) and value in LOW_DTYPES.values()
-    return HIGH_DTYPE if is_low else value
-
+# -- Python code outside of graphs -----------------------------------------------------
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent.parent)
@@ -229,10 +216,10 @@ class Listening(TorchFunctionMode):
         # Some calls return no tensor, such as `tensor.backward()`.
         tensors = [t for t in pytree.tree_leaves(result) if floats_in(t)]
         if tensors and not any(t is value for t in tensors for value in given):
-            location = Location(OUTSIDE, op=_name(func), source=line_outside())
-            step = Step(
-                None, largest_in(tensors), tensors[0].dtype, operands, location=location
-            )
+            op = str(resolve_name(func) or getattr(func, "__name__", func))
+            location = Location(OUTSIDE, op=op, source=line_outside())
+            size, dtype = largest_in(tensors), tensors[0].dtype
+            step = Step(None, size, dtype, operands, place=location)
             self.trail.add(step, tensors)
             self.trail.claim(step, tensors)
         return result
@@ -243,11 +230,11 @@ class Listening(TorchFunctionMode):
             return known
         self.trail.begins(value)
         location = Location(OUTSIDE, name="a tensor of the loss function")
-        step = Step(None, largest_in([value]), value.dtype, location=location)
+        step = Step(None, largest_in([value]), value.dtype, place=location)
         return self.trail.add(step, [value])
 
 
-def outside_location(value: torch.Tensor) -> Location | None:
+def _line_that_made(value: torch.Tensor) -> Location | None:
     """The Python line that made `value`, where autograd has recorded one."""
     calls = compat.written_in(value.grad_fn) if value.grad_fn is not None else []
     for call in reversed(calls):
@@ -259,11 +246,6 @@ def outside_location(value: torch.Tensor) -> Location | None:
             code = code.strip().partition("\n")[0]
             return Location(OUTSIDE, op=op, source=f"{file}:{line}: {code}")
     return None
-
-
-def _name(func: Callable[..., Any]) -> str:
-    """`torch.Tensor.pow`, or the bare name of a function that torch does not list."""
-    return str(resolve_name(func) or getattr(func, "__name__", func))
 
 
 def line_outside(frame: types.FrameType | None = None) -> str:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import fx
 
-from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.messages import advice
-from autoamp.op_names import base_name, parse_op_name
+from autoamp.op_names import parse_op_name
 from autoamp.options import Options
 from autoamp.overflow.culprit import harmful, nearest
 from autoamp.overflow.trail import OP, Location, Step, Trail, location_of, readers
@@ -120,10 +119,12 @@ def cure(
         if not queue:
             return None
         *_, remedy, before = heapq.heappop(queue)
+        before_at = before.key, before.is_cast
         left = attempt(remedy)
         if left is None:
             return remedy
-        if left.step is not None and _place(left.step) != _place(before):
+        after = left.step
+        if after is not None and (after.key, after.is_cast) != before_at:
             add(remedy, left)
     if widest in queue and widest is not None and attempt(widest[3]) is None:
         return widest[3]
@@ -151,10 +152,6 @@ def candidates(step: Step, records: Sequence[Rewritten]) -> list[Remedy]:
     return sorted(found, key=lambda remedy: (found[remedy], bool(remedy.keep)))
 
 
-def _place(step: Step) -> object:
-    return step.key, step.is_cast
-
-
 def _computing(step: Step) -> list[tuple[fx.Node | None, Location]]:
     """The ops that compute in low precision with the number at `step`.
 
@@ -178,10 +175,19 @@ def _node_of(step: Step) -> fx.Node | None:
 
 
 def _put_back(remedy: Remedy, records: Sequence[Rewritten]) -> int:
-    """How many low ops a remedy puts back into fp32."""
+    """How many low ops, in bodies too, a remedy puts back into fp32."""
+    low = (
+        each.facts.nodes[name]
+        for record in records
+        for each in record.with_bodies()
+        for name, decision in each.assignment.decisions.items()
+        if decision.low
+    )
     return sum(
-        op in remedy.deny or module in remedy.keep or _is_inside(module, remedy.keep)
-        for op, module in _low_ops(records)
+        fact.base in remedy.deny
+        or fact.module in remedy.keep
+        or _is_inside(fact.module, remedy.keep)
+        for fact in low
     )
 
 
@@ -189,19 +195,7 @@ def _is_inside(path: str, others: Iterable[str]) -> bool:
     return any(path.startswith(f"{other}.") for other in others)
 
 
-def _low_ops(records: Sequence[Rewritten]) -> Iterator[tuple[str, str]]:
-    """The base name and the module path of each low op, ops in bodies included."""
-    for record in records:
-        for each in record.with_bodies():
-            for node in each.before.graph.nodes:
-                decision = each.assignment.decisions.get(node.name)
-                if decision is None or not decision.low:
-                    continue
-                of_torch = isinstance(node.target, compat.OpOverload)
-                op = base_name(node.target) if of_torch else ""
-                fact = each.facts.nodes[node.name]
-                yield op, fact.module
-
+# -- while a model trains --------------------------------------------------------------
 
 _MOST = 100_000
 """Steps of a trail after which a new trail begins: a script may call the model without

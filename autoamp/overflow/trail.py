@@ -1,4 +1,4 @@
-"""The trail of one run: each value and each gradient, with its largest magnitude.
+"""The trail of one run: each value and gradient, its place and largest magnitude.
 
 Adding to a trail never waits for a device: magnitudes are 0-dim tensors until one is
 read.
@@ -10,11 +10,12 @@ import functools
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp import compat
@@ -108,59 +109,42 @@ def given_location(node: fx.Node, *, is_weight: bool, here: str = "") -> Locatio
     return Location(WEIGHT if is_weight or of is not node else INPUT, name=path)
 
 
+@dataclass(slots=True, eq=False)
 class Step:
     """One value that was computed, or one gradient that an op's backward gave.
 
     Attributes:
         node: the node; None for code outside of graphs.
+        size: the largest magnitude; `largest` reads it.
         dtype: the dtype of the value or gradient.
-        here: the path of the module around the code that ran; "" for the root.
         operands: the steps that made the operands; for a backward, the step of the op's
             forward alone.
         entering: for a backward, the magnitude of the gradient that it was given.
+        place: names the step; by default `node` and `here` do.
+        here: the path of the module around the code that ran; "" for the root.
         literal: whether an infinity is written in the call, as in a mask.
         wide: the magnitude of the op's result in fp32, if it was computed; else None.
     """
 
-    __slots__ = (
-        "_largest",
-        "_location",
-        "dtype",
-        "entering",
-        "here",
-        "literal",
-        "node",
-        "operands",
-        "wide",
-    )
+    node: fx.Node | None
+    size: torch.Tensor | float
+    dtype: torch.dtype
+    operands: Sequence[Step] = ()
+    entering: torch.Tensor | None = None
+    place: Location | None = None
+    here: str = ""
+    literal: bool = field(init=False)
+    wide: float | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        node: fx.Node | None,
-        largest: torch.Tensor,
-        dtype: torch.dtype,
-        operands: Sequence[Step] = (),
-        *,
-        entering: torch.Tensor | None = None,
-        location: Location | None = None,
-        here: str = "",
-    ) -> None:
-        """Args: `location` names the step; by default `node` and `here` do."""
-        self.here = here
-        self.node = node
-        self.dtype = dtype
-        self.operands = tuple(operands)
-        self.entering = entering
-        self.literal = node is not None and _writes_infinity(node)
-        self.wide: float | None = None
-        self._location = location
-        self._largest: torch.Tensor | float = largest
+    def __post_init__(self) -> None:
+        """Looks for an infinity that the model itself writes."""
+        self.literal = self.node is not None and _writes_infinity(self.node)
 
     @property
     def largest(self) -> float:
         """The largest magnitude, or NaN; waits for the device."""
-        self._largest = float(self._largest)
-        return self._largest
+        self.size = float(self.size)
+        return self.size
 
     @property
     def is_finite(self) -> bool:
@@ -183,8 +167,8 @@ class Step:
     @property
     def location(self) -> Location:
         """The place of the op that made the value; a cast shows another op's value."""
-        if self._location is not None:
-            return self._location
+        if self.place is not None:
+            return self.place
         if self.operands and (self.is_cast or self.is_backward):
             return self.operands[0].location
         assert self.node is not None
@@ -305,15 +289,8 @@ def _largest(value: torch.Tensor) -> torch.Tensor:
 
 
 def _writes_infinity(node: fx.Node) -> bool:
-    found: list[bool] = []
-
-    def look(value: Any) -> Any:
-        if isinstance(value, float) and not math.isfinite(value):
-            found.append(True)
-        return value
-
-    fx.node.map_aggregate((node.args, node.kwargs), look)
-    return bool(found)
+    written = pytree.tree_leaves((node.args, node.kwargs))
+    return any(isinstance(v, float) and not math.isfinite(v) for v in written)
 
 
 def _fills_a_leaf(node: Any) -> bool:

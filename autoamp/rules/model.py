@@ -25,22 +25,12 @@ class Category(StrEnum):
     CLEAR = "clear"
 
 
-TESTS = (
-    "reduces_at_least",
-    "exponent_outside",
-    "argument_is",
-    "device_is",
-    "contracts",
-)
-"""The tests a condition may make."""
-
-
 @dataclass(frozen=True)
 class Condition:
     """A category that holds for some calls of an op only.
 
     Attributes:
-        test: One of `TESTS`. `reduces_at_least`: every output element is made from
+        test: The comparison. `reduces_at_least`: every output element is made from
             `value` input elements or more. `exponent_outside`: the scalar exponent
             lies below or above the pair `value`. `argument_is`: the schema argument
             `argument` (its default, if not given) equals `value`. `device_is`: the
@@ -156,8 +146,7 @@ def family(*names: str) -> frozenset[str]:
     Raises:
         KeyError: `rules/families.toml` has no such family.
     """
-    families = _families()
-    return frozenset(op for name in names for op in families[name])
+    return frozenset(op for name in names for op in _families()[name])
 
 
 @cache

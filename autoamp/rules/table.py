@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -73,8 +73,8 @@ class Rules:
         if not path.is_file() and len(path.parts) == 1 and not path.suffix:
             names = ", ".join(BUILTIN)
             raise RulesError(f"{source}: neither a file nor a built-in set ({names})")
-        meta, table, keep = read(path, builtin=False)
-        return cls(path.name, table, meta["dtype"], keep)
+        found = read(path, builtin=False)
+        return cls(path.name, found.rules, found.dtype, found.keep)
 
     def merge(self, *others: Rules) -> Rules:
         """These rules with `others` laid over them in turn; the later rule wins.
@@ -108,14 +108,9 @@ class Rules:
         clear: Iterable[str] = (),
     ) -> Rules:
         """These rules with the named ops moved to the given categories."""
-        lists = {
-            Category.ALLOW: allow,
-            Category.DENY: deny,
-            Category.INFER: infer,
-            Category.CLEAR: clear,
-        }
+        lists = (allow, deny, infer, clear)
         moved: dict[str, Rule] = {}
-        for category, names in lists.items():
+        for category, names in zip(Category, lists, strict=True):
             if isinstance(names, str):
                 raise RulesError(f'{category}="{names}": give a list of op names')
             for written in names:
@@ -165,8 +160,8 @@ class Rules:
         overload = split_key(op_name(target))[2]
         own = base_name(target)
         if own in STANDS_FOR and own not in self.table:
-            rule = self.table.get(STANDS_FOR[own].op)
-            operands = STANDS_FOR[own].fp32_operands
+            op, operands = STANDS_FOR[own]
+            rule = self.table.get(op)
             return None if rule is None else replace(rule, fp32_operands=operands)
         for name in _own_and_plain(own):
             for key in (f"{name}.{overload}", name):
@@ -179,23 +174,14 @@ class Rules:
         return tuple(sorted(k for k, r in self.table.items() if r.category == category))
 
 
-class _StandsFor(NamedTuple):
-    """The op whose rule an op of autoamp's has, and its own operands that stay fp32."""
-
-    op: str
-    fp32_operands: tuple[str, ...]
-
-
-STANDS_FOR = {
-    "autoamp::attention": _StandsFor(
-        "aten::scaled_dot_product_attention", fp32_operands=("tensors",)
-    ),
-    **{
-        f"autoamp::{name}": _StandsFor("aten::clone", fp32_operands=())
-        for name in ("from_local", "redistribute", "to_local")
-    },
+STANDS_FOR: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "autoamp::attention": ("aten::scaled_dot_product_attention", ("tensors",)),
+    "autoamp::from_local": ("aten::clone", ()),
+    "autoamp::redistribute": ("aten::clone", ()),
+    "autoamp::to_local": ("aten::clone", ()),
 }
-"""Ops of autoamp's that every rules file knows by the name of torch's op."""
+"""Ops of autoamp's that every rules file knows by the name of torch's op: that name,
+and the operands of ours that stay fp32."""
 
 
 def _own_and_plain(name: str) -> tuple[str, ...]:
@@ -207,8 +193,8 @@ def _own_and_plain(name: str) -> tuple[str, ...]:
 
 @cache
 def _load_builtin(name: str) -> Rules:
-    meta, table, _ = read(builtin_path(name), builtin=True)
-    return Rules(name, table, meta["dtype"])
+    found = read(builtin_path(name), builtin=True)
+    return Rules(name, found.rules, found.dtype)
 
 
 def _user_op(category: Category, written: str) -> str:

@@ -150,13 +150,19 @@ class Meshes:
             raise CaptureError(f"{n.name}: a call of {name} that Dynamo left open")
         value, known = args[0], first.meta.get("example_value")
         op = IN_WHOLE.get(name, IN_WHOLE["redistribute"])
-        size = _sizes(made.shape, value, n)
+        size = [_size(each, value, at, n) for at, each in enumerate(made.shape)]
         result: torch.Tensor = op(value, size, _strides(made, size, n))
-        behind, named = self._named((n.args[1:], dict(n.kwargs)), n)
+
+        def position(node: fx.Node) -> Input:
+            if node not in self._positions:
+                raise CaptureError(f"{n.name}: its mesh or placement is computed")
+            return Input(self._positions[node])
+
+        behind, named = fx.map_arg((n.args[1:], dict(n.kwargs)), position)
         call = MeshCall(
             name,
-            behind,
-            named,
+            tuple(behind),
+            dict(named),
             sends=compat.moves_bytes(name, known, made),
             sends_back=compat.may_send_back(name, known, made),
             gathers=compat.only_gathers(name, known, made),
@@ -181,15 +187,6 @@ class Meshes:
             for node, value in pairs
         ]
 
-    def _named(self, given: Any, n: fx.Node) -> Any:
-        def named(node: fx.Node) -> Any:
-            if node not in self._positions:
-                raise CaptureError(f"{n.name}: its mesh or placement is computed")
-            return Input(self._positions[node])
-
-        args, kwargs = fx.map_arg(given, named)
-        return tuple(args), dict(kwargs)
-
     def note_shares(self, n: fx.Node, made: Sequence[fx.Node]) -> None:
         """Notes a rank's share of what the nodes `made` for `n` hold and compute."""
         result = n.meta.get("example_value")
@@ -204,23 +201,21 @@ class Meshes:
             node.meta[COMPUTED], node.meta[HELD] = computed, held
 
 
-def note_held(node: fx.Node, value: Any) -> None:
-    """Notes the share of an input that one rank holds."""
-    if compat.is_distributed(value):
-        node.meta[HELD] = compat.share_held(value)
-
-
-def _sizes(shape: Sequence[Any], value: torch.Tensor, n: fx.Node) -> list[Any]:
-    """The sizes `shape`, each a number or made of a size of `value`.
-
-    Raises:
-        CaptureError: a size that depends on the call's input is neither the operand's
-            size nor a multiple or a part of it.
-    """
-    return [_size(size, value, at, n) for at, size in enumerate(shape)]
+def note_held(lowered: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Notes of each input of a graph which share of the whole one rank holds."""
+    placeholders = lowered.graph.find_nodes(op="placeholder")
+    for node, value in zip(placeholders, inputs, strict=True):
+        if compat.is_distributed(value):
+            node.meta[HELD] = compat.share_held(value)
 
 
 def _size(size: Any, value: torch.Tensor, at: int, n: fx.Node) -> Any:
+    """One size of a result: a number, or made of the size of operand `value` there.
+
+    Raises:
+        CaptureError: the size depends on the call's input, and is neither the operand's
+            size nor a multiple or a part of it.
+    """
     if isinstance(size, int) or compat.expression(size).is_number:
         return compat.hint(size)
     given = value.shape[at] if at < value.dim() else None

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,15 @@ from autoamp.trace.regions import Region, Regions
 
 _PACKAGE = str(Path(__file__).parent.parent)
 
-
 UNTRACED = "autoamp_untraced"
 """In the `meta` of an ATen graph: the names of calls that stayed whole, to reasons."""
 
-
 NUMBER = "autoamp_number"
 """In the `meta` of a placeholder for the model's own tensor: the tensor's number."""
+
+WIDENED = "autoamp_widened"
+"""Set in the `meta` of a cast to fp32 that our capture made, of a result that is half
+under autocast."""
 
 _METADATA_HOLDS = torch.ops.aten._assert_tensor_metadata.default
 """`torch.export` writes this call before a cast of the model's own.  The call asserts
@@ -91,14 +93,11 @@ def normalise(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Normalised:
             _restore_placeholders(lowered, gm, fakes, example_inputs)
             return Normalised(lowered, fakes, mode)
     mode = compat.current_fake_mode(example_inputs) or compat.new_fake_mode()
+    whole = whole_inputs(gm, example_inputs, mode) if meshed else example_inputs
+    fakes = tuple(compat.fake_inputs(whole, mode))
+    lowered = _trace(gm, fakes, mode, meshed=meshed)
     if meshed:
-        whole = whole_inputs(gm, example_inputs, mode)
-        fakes = tuple(compat.fake_inputs(whole, mode))
-        lowered = _trace(gm, fakes, mode, meshed=True)
-        _note_held(lowered, example_inputs)
-    else:
-        fakes = tuple(compat.fake_inputs(example_inputs, mode))
-        lowered = _trace(gm, fakes, mode)
+        note_held(lowered, example_inputs)
     _restore_placeholders(lowered, gm, fakes, example_inputs)
     return Normalised(lowered, fakes, mode)
 
@@ -170,18 +169,6 @@ def _trace(
     return traced
 
 
-def _note_held(lowered: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Notes of each input which share of the whole one rank holds."""
-    placeholders = lowered.graph.find_nodes(op="placeholder")
-    for node, value in zip(placeholders, inputs, strict=True):
-        note_held(node, value)
-
-
-WIDENED = "autoamp_widened"
-"""Set in the `meta` of a cast to fp32 that our capture made, of a result that is half
-under autocast."""
-
-
 def _drop_our_frames(node: fx.Node) -> None:
     """Takes the frames of this package out of a node's stack trace.
 
@@ -219,18 +206,18 @@ def _refuses_backward(node: fx.Node, mode: compat.FakeTensorMode) -> bool:
     # Of numbers alone there is no backward, and `arange(n * 0.1)` would fail here.
     if not any(isinstance(n.meta["val"], torch.Tensor) for n in node.all_input_nodes):
         return False
+
+    def leaf(operand: fx.Node) -> Any:
+        value = operand.meta["val"]
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value.detach().requires_grad_()
+        return value
+
     with mode, torch.enable_grad(), compat.outside_trace():
-        args, kwargs = fx.map_arg((node.args, node.kwargs), _as_leaf)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), leaf)
         result = target(*args, **kwargs)
     maker = getattr(result, "grad_fn", None)
     return maker is not None and maker.name().endswith("::NotImplemented")
-
-
-def _as_leaf(node: fx.Node) -> Any:
-    value = node.meta["val"]
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value.detach().requires_grad_()
-    return value
 
 
 def _detach_operands(graph: fx.Graph, node: fx.Node) -> None:
@@ -349,7 +336,8 @@ def _call(
 ) -> fx.GraphModule:
     """The sub-graph of `span`; `graph` gets the call and `values` its results."""
     members = frozenset(span)
-    operands = _ordered(i for n in span for i in n.all_input_nodes if i not in members)
+    read = (i for n in span for i in n.all_input_nodes if i not in members)
+    operands = [*dict.fromkeys(read)]
     results = [n for n in span if not members.issuperset(n.users)]
     body = fx.Graph()
     inner = {node: body.placeholder(node.name) for node in operands}
@@ -364,8 +352,3 @@ def _call(
         values[node] = graph.call_function(operator.getitem, (call, index))
         values[node].meta = dict(node.meta)
     return fx.GraphModule(gm, body)
-
-
-def _ordered(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Each node once, in the order of first appearance."""
-    return list(dict.fromkeys(nodes))

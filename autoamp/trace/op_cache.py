@@ -6,7 +6,6 @@ import functools
 import operator
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -153,7 +152,13 @@ def op_call_of(call: Call, heard: compat.Heard, result: Any) -> OpCall | None:
     elif target is not None and is_inplace(target):
         if not same:
             return None
-    elif target is not None and mutates(target) and _may_give(target, same):
+    elif (
+        target is not None
+        and mutates(target)
+        and (
+            same or aliasing_arguments(target)  # it may give an operand
+        )
+    ):
         return None
     numbers = {id(each): OperandNumber(i) for i, each in enumerate(call.operands)}
     try:
@@ -164,11 +169,6 @@ def op_call_of(call: Call, heard: compat.Heard, result: Any) -> OpCall | None:
     except KeyError:  # a tensor that is no operand of the call
         return None
     return OpCall(target, args, kwargs, same[0] if same else None, parts)
-
-
-def _may_give(target: compat.OpOverload, same: Sequence[int]) -> bool:
-    """Whether the result of an op is, or shares memory with, an operand."""
-    return bool(same) or bool(aliasing_arguments(target))
 
 
 def _parts(
@@ -198,80 +198,6 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {k: _mapped(v, function) for k, v in value.items()}
     return function(value)
-
-
-class Description:
-    """One tensor's description, computed when it is first asked for."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self._value = value
-
-    @cached_property
-    def whole(self) -> Hashable:
-        """See `description`."""
-        return description(self._value)
-
-    @cached_property
-    def kind(self) -> Hashable:
-        """See `kind`."""
-        return kind(self._value)
-
-
-class Arguments:
-    """The arguments of one call, while its key is made.
-
-    Attributes:
-        tensors: the tensors met so far, by their ids, in order.
-    """
-
-    def __init__(
-        self,
-        env: Mapping[fx.Node, Any],
-        descriptions: Mapping[int, Description],
-        any_shape: bool,
-    ) -> None:
-        """Takes the mappings in which the call's arguments are looked up.
-
-        Args:
-            env: the values of nodes.
-            descriptions: descriptions of tensors, by the tensors' ids.
-            any_shape: whether shapes and strides make no difference to the call.
-        """
-        self.tensors: dict[int, torch.Tensor] = {}
-        self._env = env
-        self._descriptions = descriptions
-        self._any_shape = any_shape
-
-    def frozen(self, value: Any) -> Hashable:
-        """A value of the call's arguments as something that can be compared.
-
-        Raises:
-            TypeError: the value is of a kind that cannot be compared, or the value is
-                a tensor that `descriptions` lacks.
-        """
-        if isinstance(value, fx.Node):
-            value = self._env[value]
-        if isinstance(value, torch.Tensor):
-            return self._frozen_tensor(value)
-        if isinstance(value, list | tuple):
-            return type(value), tuple(map(self.frozen, value))
-        if isinstance(value, dict):
-            return type(value), tuple((k, self.frozen(v)) for k, v in value.items())
-        if isinstance(value, slice):
-            return slice, tuple(map(self.frozen, (value.start, value.stop, value.step)))
-        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            raise TypeError
-        # 0.0 and -0.0 compare equal, but they are different numbers.
-        kept: Hashable = repr(value) if isinstance(value, float | complex) else value
-        return type(value), kept
-
-    def _frozen_tensor(self, value: torch.Tensor) -> Hashable:
-        known = self._descriptions.get(id(value))
-        if known is None:
-            raise TypeError
-        self.tensors.setdefault(id(value), value)
-        operand = OperandNumber([*self.tensors].index(id(value)))
-        return operand, known.kind if self._any_shape else known.whole
 
 
 @compat.without_torch_function
@@ -310,7 +236,8 @@ class OpCache:
         self.mode = mode
         self.inputs = tuple(inputs)
         self._known: dict[Hashable, OpCall | None] = {}
-        self._descriptions = {id(value): Description(value) for value in inputs}
+        self._dynamos: dict[int, torch.Tensor] = {id(value): value for value in inputs}
+        self._described: dict[tuple[int, bool], Hashable] = {}
 
     @compat.without_torch_function
     def call(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Call | None:
@@ -318,18 +245,70 @@ class OpCache:
         if node.op != "call_method" and not _is_torchs(node):
             return None
         any_shape = same_op_for_all_shapes(node.target)
-        given = Arguments(env, self._descriptions, any_shape)
+        operands: list[torch.Tensor] = []
         try:
-            frozen = given.frozen((node.args, node.kwargs))
+            frozen = self._frozen((node.args, node.kwargs), env, operands, any_shape)
             key = node.target, frozen, torch.is_grad_enabled()
             hash(key)
         except TypeError:
             return None
-        operands = [*given.tensors.values()]
         proxies: list[Any] = [compat.recorded_proxy(value) for value in operands]
         if any(proxy is None for proxy in proxies):
             return None
         return Call(key, operands, [compat.proxy_node(proxy) for proxy in proxies])
+
+    def _frozen(
+        self,
+        value: Any,
+        env: Mapping[fx.Node, Any],
+        operands: list[torch.Tensor],
+        any_shape: bool,
+    ) -> Hashable:
+        """A value of a call's arguments as something that can be compared.
+
+        Args:
+            env: the values of nodes.
+            operands: the tensors met so far, each once; the tensors in `value` are
+                added.
+            any_shape: whether shapes and strides make no difference to the call.
+
+        Raises:
+            TypeError: the value is of a kind that cannot be compared, or a tensor that
+                Dynamo has not made.
+        """
+        if isinstance(value, fx.Node):
+            value = env[value]
+        if isinstance(value, torch.Tensor):
+            return self._frozen_tensor(value, operands, any_shape)
+        if isinstance(value, slice):
+            parts: Any = value.start, value.stop, value.step
+        elif isinstance(value, dict):
+            parts = (*value, *value.values())
+        else:
+            parts = value
+        if isinstance(parts, list | tuple):
+            each = [self._frozen(v, env, operands, any_shape) for v in parts]
+            return type(value), tuple(each)
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise TypeError
+        # 0.0 and -0.0 compare equal, but they are different numbers.
+        kept: Hashable = repr(value) if isinstance(value, float | complex) else value
+        return type(value), kept
+
+    def _frozen_tensor(
+        self, value: torch.Tensor, operands: list[torch.Tensor], any_shape: bool
+    ) -> Hashable:
+        if id(value) not in self._dynamos:
+            raise TypeError
+        at = next((i for i, each in enumerate(operands) if each is value), None)
+        if at is None:
+            at = len(operands)
+            operands.append(value)
+        described = self._described.get((id(value), any_shape))
+        if described is None:
+            described = kind(value) if any_shape else description(value)
+            self._described[id(value), any_shape] = described
+        return OperandNumber(at), described
 
     @compat.without_torch_function
     def repeated(self, call: Call, node: fx.Node) -> Any:
@@ -352,7 +331,7 @@ class OpCache:
         elif not mutates(op_call.target):
             result = compat.aliased(result)
         compat.record_value(recorded(op_call, call, node), result)
-        self._descriptions[id(result)] = Description(result)
+        self._dynamos[id(result)] = result
         return result
 
     def _repeated_parts(
@@ -371,7 +350,7 @@ class OpCache:
         for index, part in enumerate(results):
             element = compat.record_op(operator.getitem, (whole, index), {}, node)
             compat.record_value(element, part)
-        self._descriptions.update((id(part), Description(part)) for part in results)
+        self._dynamos.update((id(part), part) for part in results)
         values = [
             compat.proxy_node(compat.recorded_proxy(p)).meta["val"] for p in results
         ]
@@ -429,7 +408,7 @@ class OpCache:
         memory = {compat.storage_id(operand) for operand in call.operands}
         replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
         for own, other in zip(ours, theirs, strict=True):
-            if not isinstance(own, torch.Tensor) or id(own) in self._descriptions:
+            if not isinstance(own, torch.Tensor) or id(own) in self._dynamos:
                 continue
             if self._stands_for(own, other):
                 replaced.append((own, other))
@@ -439,9 +418,7 @@ class OpCache:
             return result
         by_own = {id(own): other for own, other in replaced}
         found = [by_own.get(id(own), own) for own in ours]
-        self._descriptions.update(
-            (id(v), Description(v)) for v in found if isinstance(v, torch.Tensor)
-        )
+        self._dynamos.update((id(v), v) for v in found if isinstance(v, torch.Tensor))
         _share_parts(found)
         return pytree.tree_unflatten(found, spec)
 
@@ -545,8 +522,11 @@ def op_cache_for(gm: fx.GraphModule, given: Sequence[Any]) -> OpCache | None:
 def _is_beyond_us(node: fx.Node) -> bool:
     values = pytree.tree_leaves(node.meta.get("example_value"))
     sizes = [s for v in values for s in (v.shape if torch.is_tensor(v) else (v,))]
-    symbolic = any(isinstance(size, _SYMBOLIC) for size in sizes)
-    return symbolic or node.target in CONTROL_FLOW or _lays_out_anew(node)
+    if node.target in CONTROL_FLOW or any(isinstance(s, _SYMBOLIC) for s in sizes):
+        return True
+    name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
+    # The call may change the shape, the strides or the memory of its operand.
+    return name.endswith("_") and lays_out_anew(name)
 
 
 def _is_like(value: torch.Tensor, given: Any) -> bool:
@@ -554,9 +534,3 @@ def _is_like(value: torch.Tensor, given: Any) -> bool:
     if not isinstance(given, torch.Tensor) or given.layout != torch.strided:
         return False
     return description(given) == description(value)
-
-
-def _lays_out_anew(node: fx.Node) -> bool:
-    """Whether a call changes the shape, the strides or the memory of its operand."""
-    name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
-    return name.endswith("_") and lays_out_anew(name)

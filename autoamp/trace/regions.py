@@ -151,20 +151,15 @@ def written_input(lowered: fx.GraphModule) -> str | None:
 
     If such an input were cast, the write would reach the cast and not the input.
     """
-    given: dict[int, str] = {
-        compat.storage_id(n.meta["val"]): n.name
-        for n in lowered.graph.nodes
-        if n.op in ("placeholder", "get_attr")
-        and isinstance(n.meta.get("val"), torch.Tensor)
-    }
+    given: dict[int, str] = {}
     for node in lowered.graph.nodes:
-        for value in _written(node):
-            tensor = value.meta.get("val")
-            storage = -1
-            if isinstance(tensor, torch.Tensor):
-                storage = compat.storage_id(tensor)
-            if storage in given:
-                return given[storage]
+        value = node.meta.get("val")
+        if node.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor):
+            given[compat.storage_id(value)] = node.name
+        for written in _written(node):
+            tensor = written.meta.get("val")
+            if isinstance(tensor, torch.Tensor) and compat.storage_id(tensor) in given:
+                return given[compat.storage_id(tensor)]
     return None
 
 
