@@ -135,7 +135,7 @@ class Recorder(Observer):
         operands = [self.latest[o] for o in read_operands(n) if o in self.latest]
         of_torch = isinstance(n.target, compat.OpOverload)
         # Memory that is allocated and not written to yet holds no number.
-        unset = of_torch and "empty" in base_name(n.target)  # type: ignore[arg-type]
+        unset = of_torch and "empty" in base_name(n.target)
         size = largest_in([] if unset else tensors)
         step = Step(n, size, tensors[0].dtype, operands, here=self.here)
         self.trail.add(step, tensors)

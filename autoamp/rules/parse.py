@@ -242,7 +242,7 @@ def _condition(key: str, op: str, given: dict[str, Any]) -> Condition:
         _check_argument(f"{key}.argument", op, argument)
     elif argument:
         _fail(f"{key}.argument", f"has no effect with {test}; delete it")
-    value = given.get("value")
+    value: Any = given.get("value")
     fits, what = _VALUES[test]
     if not fits(value):
         _fail(f"{key}.value", f"is {value!r}; must be {what}")
@@ -257,8 +257,9 @@ def _is_number(value: object) -> bool:
 
 
 def _is_range(value: object) -> bool:
-    is_pair = isinstance(value, list) and len(value) == 2
-    return is_pair and all(map(_is_number, value)) and value[0] <= value[1]
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    return all(map(_is_number, value)) and bool(value[0] <= value[1])
 
 
 _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {

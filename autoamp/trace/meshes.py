@@ -153,7 +153,7 @@ class Meshes:
         size = [_size(each, value, at, n) for at, each in enumerate(made.shape)]
         result: torch.Tensor = op(value, size, _strides(made, size, n))
 
-        def position(node: fx.Node) -> Input:
+        def position(node: fx.Node) -> Any:
             if node not in self._positions:
                 raise CaptureError(f"{n.name}: its mesh or placement is computed")
             return Input(self._positions[node])
