@@ -7,8 +7,9 @@ what is kept for the backward are compared.  The truth is the old side in float6
 new side may be off by `ROUNDINGS` times as much as the old side is, or as one rounding
 of the coarsest dtype of the region is: a wrong kernel is off by far more.
 
-A region is run once in a process for each kind of region, on few numbers: a dimension
-whose size no literal of the region repeats becomes small.
+A region is run once in a process for each kind of region, on few numbers: sizes become
+small, with the literals that repeat them.  Where that shows a difference, or where the
+calls do not run so, the real sizes decide.
 """
 
 from __future__ import annotations
@@ -140,13 +141,11 @@ def _difference(region: Region, trained: Sequence[bool], *, every: bool) -> str 
     A difference counts where it shows at the real sizes too.  A region that runs at no
     size is one of which nothing is known, and that is wrong as well.
     """
-    told, large = "", False
-    for retell, keep in ((True, False), (False, False), (False, True)):
-        sizes = {} if keep else _small_sizes(region, retell=retell)
-        values = _Values(region, trained, sizes, retell=retell)
-        if values.count > MOST and not (every or (keep and told)):
-            large = True
-            continue
+    told = ""
+    for sizes in (_small_sizes(region), {}):
+        values = _Values(region, trained, sizes)
+        if values.count > MOST and not (every or told):
+            return None  # too large to be run
         try:
             found = _compared(region, values)
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
@@ -154,7 +153,7 @@ def _difference(region: Region, trained: Sequence[bool], *, every: bool) -> str 
         if found is None:
             return None
         told = found
-    return told or (None if large else "cannot be run, and so cannot be compared")
+    return told or "cannot be run, and so cannot be compared"
 
 
 def _compared(region: Region, values: _Values) -> str | None:
@@ -305,15 +304,9 @@ class _Values:
     """
 
     def __init__(
-        self,
-        region: Region,
-        trained: Sequence[bool],
-        sizes: Mapping[int, int],
-        *,
-        retell: bool,
+        self, region: Region, trained: Sequence[bool], sizes: Mapping[int, int]
     ) -> None:
         self.sizes = sizes
-        self._retell = retell
         self._values: dict[fx.Node, Any] = {}
         self._generator = torch.Generator("cpu").manual_seed(0)
         self._cotangents: dict[int, Tensor] = {}
@@ -398,35 +391,18 @@ class _Values:
             return torch.float64
         if isinstance(value, torch.device):
             return torch.device("cpu")
-        if self._retell and type(value) is int:
+        if type(value) is int:
             return self.sizes.get(value, value)
         return value
 
 
-def _small_sizes(region: Region, *, retell: bool) -> dict[int, int]:
-    """Each size to a smaller one.
-
-    Args:
-        retell: whether a literal that is a size becomes small with it; else sizes that
-            a literal repeats stay.
-    """
-    literals: set[int] = set()
-    for node in (*region.old, *region.new):
-        for leaf in torch.utils._pytree.tree_leaves((node.args, node.kwargs)):
-            if isinstance(leaf, int) and not isinstance(leaf, bool):
-                literals.add(leaf)
-    for one, _ in region.inputs:
-        if isinstance(one.meta.get("val"), torch.SymInt):
-            literals.add(compat.hint(one.meta["val"]))
+def _small_sizes(region: Region) -> dict[int, int]:
+    """Each size to a smaller one, as which every literal of that size is told too."""
     nodes = [*region.old, *region.new, *(one for one, _ in region.inputs)]
-    sizes = {
-        compat.hint(s)
-        for n in nodes
-        for t in tensors_of(n.meta.get("val"))
-        for s in t.shape
-    }
-    free = sorted(s for s in sizes if s > 8 and (retell or s not in literals))
-    taken = {s for s in sizes if s not in free}
+    tensors = (t for n in nodes for t in tensors_of(n.meta.get("val")))
+    sizes = {compat.hint(size) for t in tensors for size in t.shape}
+    free = sorted(size for size in sizes if size > 8)
+    taken = {size for size in sizes if size <= 8}
     small = (n for n in range(2, 10_000, 2) if n not in taken)
     return {
         size: chosen for size, chosen in zip(free, small, strict=False) if chosen < size

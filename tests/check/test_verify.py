@@ -76,34 +76,7 @@ def cast_before(at: fx.Node, value: fx.Node, dtype: torch.dtype, name: str) -> f
     return new
 
 
-# -- every planted fault is found ------------------------------------------------------
-
-
-def wide_operand_of_linear(found: Rewritten) -> None:
-    at = node(found, "linear")
-    at.update_arg(0, at.args[0].args[0])
-
-
-def wide_operand_of_matmul(found: Rewritten) -> None:
-    at = node(found, "matmul")
-    at.update_arg(1, cast_before(at, at.args[1], torch.float32, "planted"))
-
-
-def wide_operand_of_add(found: Rewritten) -> None:
-    """Eager would promote silently, and everything after it would be fp32."""
-    at = node(found, "add")
-    at.update_arg(1, cast_before(at, at.args[1], torch.float32, "planted"))
-    for reader in (at, *at.users):
-        reader.meta["val"] = reader.meta["val"].float()
-
-
-def stale_metadata(found: Rewritten) -> None:
-    at = node(found, "matmul")
-    at.meta["val"] = at.meta["val"].float()
-
-
-def stale_cast(found: Rewritten) -> None:
-    node(found, "linear_3").update_arg(0, node(found, "linear_2").args[0])
+# -- faults that take a whole graph; test_verify_rules.py has each rule ----------------
 
 
 def stale_view_of_a_cast(found: Rewritten) -> None:
@@ -112,31 +85,6 @@ def stale_view_of_a_cast(found: Rewritten) -> None:
         view = found.gm.graph.call_function(ATEN.alias.default, (cast,))
     view.meta = dict(cast.meta)
     node(found, "linear_3").update_arg(0, view)
-
-
-def cast_from_another_region(found: Rewritten) -> None:
-    at = node(found, "linear_4")
-    assert at.args[0] is not node(found, "linear").args[0]
-    at.update_arg(0, node(found, "linear").args[0])
-
-
-def lost_node(found: Rewritten) -> None:
-    at = node(found, "relu")
-    at.replace_all_uses_with(at.args[0])
-    found.gm.graph.erase_node(at)
-
-
-def lost_write(found: Rewritten) -> None:
-    found.gm.graph.erase_node(node(found, "zero_"))
-
-
-def other_op(found: Rewritten) -> None:
-    node(found, "relu").target = ATEN.neg.default
-
-
-def reordered(found: Rewritten) -> None:
-    after, write = node(found, "linear_3"), node(found, "zero_")
-    after.append(write)
 
 
 def other_operand(found: Rewritten) -> None:
@@ -166,41 +114,6 @@ def added_call(found: Rewritten) -> None:
     at.update_arg(0, more)
 
 
-def other_output_dtype(found: Rewritten) -> None:
-    output = found.gm.graph.output_node()
-    first = node(found, "relu")
-    values = list(output.args[0])
-    values[1] = first
-    output.args = (tuple(values),)
-
-
-def other_output_structure(found: Rewritten) -> None:
-    output = found.gm.graph.output_node()
-    output.args = (list(output.args[0]),)
-
-
-def swapped_inputs(found: Rewritten) -> None:
-    first, second = (n for n in found.gm.graph.nodes if n.op == "placeholder")
-    second.append(first)
-
-
-def denied_op_made_low(found: Rewritten) -> None:
-    at = node(found, "exp")
-    low = cast_before(at, at.args[0], LOW, "planted")
-    at.update_arg(0, low)
-    at.meta["val"] = at.meta["val"].to(LOW)
-    up = cast_before(at.next, at, torch.float32, "planted_up")
-    at.replace_all_uses_with(up, lambda user: user is not up)
-
-
-def write_to_a_cast(found: Rewritten) -> None:
-    """The write goes to the copy, the original is not written."""
-    cast, at = node(found, "linear_2").args[0], node(found, "zero_")
-    with found.gm.graph.inserting_before(at):
-        flat = found.gm.graph.call_function(ATEN.neg_.default, (cast,))
-    flat.meta = dict(cast.meta)
-
-
 def write_through_a_view_of_a_cast(found: Rewritten) -> None:
     cast, at = node(found, "linear_2").args[0], node(found, "zero_")
     with found.gm.graph.inserting_before(at):
@@ -210,25 +123,10 @@ def write_through_a_view_of_a_cast(found: Rewritten) -> None:
 
 
 FAULTS: dict[Callable[[Rewritten], None], str] = {
-    wide_operand_of_linear: r"linear \(aten.linear.default.*",
-    wide_operand_of_matmul: r"matmul \(aten.matmul.default.*",
-    wide_operand_of_add: r"matmul \(aten.matmul.default.*different dtypes",
-    stale_metadata: r"matmul .*recorded as \[torch.float32\] but computes",
-    stale_cast: r"linear_3 .*was written to since",
     stale_view_of_a_cast: r"linear_3 .*views x1_bf16.*was written to since",
-    cast_from_another_region: r"linear_4 .*cast made in another grad-mode",
-    lost_node: r"relu .*got lost in the rewrite",
-    lost_write: r"zero_ .*got lost in the rewrite",
-    other_op: r"relu .*got lost in the rewrite",
-    reordered: r"changed the order",
     other_operand: r"add .*reads linear_1, linear_1, where it read linear, linear_1",
     use_of_another_copy: r"low_weight.* takes the gradient of .* for a copy",
     added_call: r"neg.* was added, and is neither a cast nor a use",
-    other_output_dtype: r"output dtypes changed",
-    other_output_structure: r"structure of the outputs changed",
-    swapped_inputs: r"inputs changed from \['x0', 'x1'\] to \['x1', 'x0'\]",
-    denied_op_made_low: r"exp .*must stay fp32 but its result became",
-    write_to_a_cast: r"neg_.*writes to x1_bf16, .*a cast",
     write_through_a_view_of_a_cast: r"neg_.*writes to .*views x1_bf16.*, a cast",
 }
 
@@ -240,32 +138,12 @@ def test_the_untampered_graph_passes() -> None:
     assert "exp" not in found.assignment.low
 
 
-@pytest.mark.thorough(
-    but=[
-        "wide_operand_of_linear",
-        "stale_cast",
-        "lost_write",
-        "other_operand",
-        "other_output_structure",
-        "write_through_a_view_of_a_cast",
-    ]
-)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
 def test_a_planted_fault_is_found(fault: Callable[[Rewritten], None]) -> None:
     found = rewritten()
     fault(found)
     with pytest.raises(VerificationError, match=FAULTS[fault]):
         verify(found)
-
-
-def test_fx_lint_and_fake_tensors_see_none_of_it() -> None:
-    """Why there is a verifier: a bf16 `linear` with an fp32 operand passes them."""
-    found = rewritten()
-    wide_operand_of_linear(found)
-    found.gm.graph.lint()
-    found.gm.recompile()
-    with pytest.raises(RuntimeError, match="dtype"):
-        found.gm(*inputs(grad=False))
 
 
 # -- the recount -----------------------------------------------------------------------
@@ -323,13 +201,6 @@ def test_one_cast_more_or_less_is_counted() -> None:
         recount(fewer, clean_up(fewer.gm))
         == promised - found.assignment.prices.down["x1"]
     )
-
-
-def test_an_op_in_another_precision_is_counted() -> None:
-    found = rewritten()
-    promised = recount(found, found.gm)
-    denied_op_made_low(found)
-    assert recount(found, found.gm) != promised
 
 
 def test_a_wrong_promise_is_refused(monkeypatch) -> None:

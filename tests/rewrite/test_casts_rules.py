@@ -15,7 +15,7 @@ import autoamp
 from autoamp.graph_functions import low_uses, low_weight, saturating_cast
 from autoamp.options import Options
 from autoamp.pipeline.run import rewrite_graph
-from autoamp.rewrite.emitted import CAST_KIND, Cast, dtype_of
+from autoamp.rewrite.emitted import CAST_KIND, Cast
 from autoamp.rewrite.rewritten import Rewritten
 from tests.small_models import rewriting
 from tests.strategies import capture
@@ -381,13 +381,3 @@ def test_views_of_a_weight_that_are_repeated_keep_their_names() -> None:
         assert use.target is low_weight
         assert use.name.startswith("model_other_weight_fp16_use")
     assert count == 3
-
-
-def test_what_is_no_tensor_has_no_dtype() -> None:
-    graph = fx.Graph()
-    size, tensor = graph.placeholder("size"), graph.placeholder("tensor")
-    assert dtype_of(size) is None
-    size.meta["val"] = 3
-    tensor.meta["val"] = torch.ones(2, dtype=torch.bfloat16)
-    assert dtype_of(size) is None
-    assert dtype_of(tensor) is torch.bfloat16
