@@ -17,7 +17,7 @@ def env() -> None:
     Example:
       autoamp env
     """
-    from autoamp.inspect.devices import devices, versions
+    from autoamp_cli.devices import devices, versions
 
     for name, value in versions():
         click.echo(f"{name + ':':<20}{value}")

@@ -107,14 +107,13 @@ def speed(batch: int, milliseconds: float, flops: int) -> float:
 def reasons(reports: dict[int, autoamp.Report], flops: int) -> Sequence[str]:
     """The steps of the reasoning, each with its figures."""
     batch, report = max(reports.items())
-    bounds = report.bounds
-    assert bounds is not None
+    times = report.prediction
+    assert times is not None
     mixed, fp32 = PUBLISHED[batch]
-    memory = bounds.shares(placed=False)["memory"] * bounds.seconds(placed=False)
+    memory = times.shares(placed=False)["memory"] * times.seconds(placed=False)
     halved = 1e3 * memory / 2
     peak, low_peak = (
-        each / 1e3
-        for each in (bounds.device.high_flops_per_ns, bounds.device.low_flops_per_ns)
+        each / 1e3 for each in (times.on.high_flops_per_ns, times.on.low_flops_per_ns)
     )
     reached = speed(batch, mixed, flops)
     odd = [f"{m.size} in module {m.module}" for m in report.misfits]
@@ -156,9 +155,9 @@ def main(argv: list[str] | None = None) -> int:
     for reason in reasons(reports, flops):
         console.print(f"\n{reason}")
 
-    bounds = report.bounds
-    assert bounds is not None
-    peak = bounds.device.high_flops_per_ns / 1e3
+    times = report.prediction
+    assert times is not None
+    peak = times.on.high_flops_per_ns / 1e3
     named = "the convolution of 11 x 11 in module 6: " in report.because
     checks = {
         "the convolution of 11 x 11 has most of the arithmetic": share > 0.5,

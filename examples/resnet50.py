@@ -118,10 +118,10 @@ def predicted(batch: int) -> tuple[float, float, float]:
     with torch.device("meta"):
         model, images = resnet(), torch.empty(batch, 3, 224, 224)
     report = autoamp.explain(model, images, device="cuda:sm_70")
-    bounds = report.bounds
-    assert bounds is not None
-    products = sum(op.placed.nanoseconds for op in bounds.ops if op.flops) * 1e-9
-    times = (bounds.seconds(placed=False), bounds.seconds(placed=True), products)
+    found = report.prediction
+    assert found is not None
+    products = sum(op.placed.nanoseconds for op in found.ops if op.row.flops) * 1e-9
+    times = (found.seconds(placed=False), found.seconds(placed=True), products)
     high, low, ceiling = (batch / each for each in times)
     return high, low, ceiling
 

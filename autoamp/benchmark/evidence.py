@@ -38,13 +38,13 @@ def evidence_from(report: Report, device: Device, half: str = "") -> Evidence:
         half: the half dtype in which the weights arrived, or "".
     """
     rows = report.ops
-    bounds = report.bounds
-    timed = {op.key: op for op in bounds.ops} if bounds is not None else {}
-    total = bounds.seconds(placed=False) if bounds is not None else 0.0
+    times = report.prediction
+    timed = {op.row.key: op for op in times.ops} if times else {}
+    total = times.seconds(placed=False) if times else 0.0
     high = [row for row in rows if not row.is_low]
     ruled = [row for row in high if is_users_choice(report.section_of(row), row)]
-    shares = bounds.shares(placed=False) if bounds is not None else {}
-    odd, flops = bounds.odd_product(report.misfits) if bounds else (None, 0.0)
+    shares = times.shares(placed=False) if times else {}
+    odd, flops = times.odd_product(report.misfits) if times else (None, 0.0)
     return Evidence(
         pays=device.pays,
         units=device.name,

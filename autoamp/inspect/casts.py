@@ -80,11 +80,7 @@ def cast_counts(sections: Sequence[Section]) -> CastCounts:
 
 
 def counts_text(counts: CastCounts, low: str) -> str:
-    """The counts as a sentence.
-
-    Args:
-        low: the short name of the compute dtype.
-    """
+    """The counts as a sentence; `low` is the short name of the compute dtype."""
     forward = "runs" if counts.forward == 1 else "run"
     text = f"{counted(counts.forward, 'cast')} {forward} in each forward"
     if counts.backward:
@@ -203,71 +199,47 @@ UNABLE = "the inductor of this torch cannot be told to round on CPUs"
 """Said where `exact_casts=True` was asked for and a kernel rounds no value."""
 
 
-@dataclass(frozen=True)
-class CompiledCasts:
-    """The casts of the graphs that inductor compiles.
+def unrounded(sections: Sequence[Section]) -> list[CastRow]:
+    """The casts down at which all readers, or some, read an unrounded value."""
+    told = _told(sections)
+    if all(section.exact_casts for section in told):
+        return []
+    casts = (cast for section in told for cast in section.casts if cast.kind != "up")
+    return [cast for cast in casts if cast.compiled in (compat.PARTLY, compat.INSIDE)]
 
-    Weight copies that are kept between calls are not among them: these are made outside
-    of the graphs.
 
-    Attributes:
-        casts: the casts that inductor tells of.
-        told: the number of graphs of which inductor tells what it makes of casts.
-        untold: the number of graphs of which it does not tell.
-        exact: whether the kernels of all graphs told of round at each cast.
-        advice: the option that has kernels round, as the user would set it.
+def _told(sections: Sequence[Section]) -> list[Section]:
+    """The compiled graphs of which inductor tells what it makes of casts."""
+    return [s for s in sections if s.is_compiled and s.exact_casts is not None]
+
+
+def compiled_text(sections: Sequence[Section]) -> Iterator[str]:
+    """The sentences of a report on casts in the graphs that inductor compiles.
+
+    Weight copies that are kept between calls are made outside of the graphs.
     """
-
-    casts: tuple[CastRow, ...]
-    told: int
-    untold: int
-    exact: bool
-    advice: str
-
-    @property
-    def unrounded(self) -> tuple[CastRow, ...]:
-        """The casts down at which all readers, or some, read an unrounded value."""
-        fates = () if self.exact else (compat.PARTLY, compat.INSIDE)
-        return tuple(c for c in self.casts if c.kind != "up" and c.compiled in fates)
-
-
-def compiled_casts(sections: Sequence[Section]) -> CompiledCasts | None:
-    """What inductor makes of casts; None where it compiles no graph."""
-    compiled = [section for section in sections if section.is_compiled]
-    if not compiled:
-        return None
-    told = [section for section in compiled if section.exact_casts is not None]
-    options = compiled[0].rewritten.options or PassOptions()
-    return CompiledCasts(
-        tuple(cast for section in told for cast in section.casts if cast.compiled),
-        len(told),
-        len(compiled) - len(told),
-        all(section.exact_casts for section in told),
-        "" if options.exact_casts else options.advice("exact_casts", True),
-    )
-
-
-def compiled_text(found: CompiledCasts | None) -> Iterator[str]:
-    """The sentences of a report on casts in compiled graphs."""
-    if found is None:
-        return
-    fates = [cast.compiled for cast in found.casts]
+    told = _told(sections)
+    untold = sum(section.is_compiled for section in sections) - len(told)
+    fates = [c.compiled for section in told for c in section.casts if c.compiled]
     counts = ((fates.count(fate), what) for fate, what in _FATES.items())
     shares = ", ".join(f"{count:,} {what}" for count, what in counts if count)
     if shares:
         yield f"Inductor, of {counted(len(fates), 'cast')}: {shares}."
-    if found.told and found.exact:
+    if told and all(section.exact_casts for section in told):
         yield "Inductor's kernels round at each cast, as eager does."
-    elif found.told:
-        names = [cast.name for cast in found.unrounded]
+    elif told:
+        names = [cast.name for cast in unrounded(told)]
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         at = f" (at {', '.join(names[:2])}{more})" if names else ""
-        way = f"{found.advice} has it round" if found.advice else UNABLE
+        options = told[0].rewritten.options or PassOptions()
+        way = f"{options.advice('exact_casts', True)} has it round"
+        if options.exact_casts:
+            way = UNABLE
         yield (
             f"Inside a kernel inductor computes in fp32 and rounds no value{at}; {way}."
         )
-    if found.untold:
+    if untold:
         yield (
-            f"Of {counted(found.untold, 'compiled graph')} inductor does not tell "
+            f"Of {counted(untold, 'compiled graph')} inductor does not tell "
             "which casts it keeps inside a kernel, where it may round no value."
         )

@@ -6,14 +6,15 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict
+from importlib import metadata
 from typing import Any
 
 import networkx as nx
+import torch
 from torch import fx
 
 from autoamp.analyse.nodes import tensors_of
 from autoamp.dtypes import LOW_DTYPES, short_name
-from autoamp.inspect.devices import made_with
 from autoamp.inspect.figures import Document
 from autoamp.inspect.rows import Section, portable_row, target_name
 from autoamp.inspect.text import attempt, portable, portable_place
@@ -74,7 +75,7 @@ def to_json(report: Document) -> str:
     saved = {
         "schema": SCHEMA,
         "version": VERSION,
-        "versions": dict(made_with()),
+        "versions": _versions(),
         "model": report.label,
         "compute_dtype": report.compute_dtype,
         "runs": report.runs,
@@ -97,6 +98,19 @@ def to_json(report: Document) -> str:
     }
     saved["failed"] = failed
     return json.dumps(saved, indent=1, ensure_ascii=False) + "\n"
+
+
+def _versions() -> dict[str, str]:
+    """The versions that decide a placement, torch's without the name of its build.
+
+    The builds of one version for CPU and for CUDA place alike, so a report that both of
+    them wrote is the same to the byte.
+    """
+    try:
+        own = metadata.version("autoamp")
+    except metadata.PackageNotFoundError:  # run from a copy that is not installed
+        own = "unknown"
+    return {"torch": str(torch.__version__).partition("+")[0], "autoamp": own}
 
 
 def _devices(report: Document) -> list[dict[str, Any]]:

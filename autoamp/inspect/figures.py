@@ -7,7 +7,7 @@ figures.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -19,13 +19,8 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.facts import NodeFacts
 from autoamp.dtypes import HIGH_DTYPE, NARROWEST, rounding, short_name
-from autoamp.inspect.casts import (
-    CastCounts,
-    CompiledCasts,
-    cast_counts,
-    compiled_casts,
-)
-from autoamp.inspect.rows import AUTOCAST, Costs, Section, sections_of
+from autoamp.inspect.casts import CastCounts, cast_counts
+from autoamp.inspect.rows import AUTOCAST, OURS, Costs, Section, sections_of
 from autoamp.inspect.text import not_captured, op_title
 from autoamp.op_names import split_key
 from autoamp.place.cost import (
@@ -49,11 +44,15 @@ SECONDS = UNIT_NS * 1e-9
 
 def pays(section: Section) -> bool:
     """Whether low precision is faster than fp32 on the device of a section."""
-    return section.rewritten.assignment.prices.device is not NEUTRAL
+    return section.device is not NEUTRAL
 
 
 def has_times(sections: Sequence[Section]) -> bool:
-    """Whether the prices of all sections are times on a device, and not bytes."""
+    """Whether the prices of all sections are times on a device, and not bytes.
+
+    Where low precision is slower on the device but `do_no_harm=False` converts all the
+    same, prices belong to no device; under `objective="memory"` they are bytes.
+    """
     return all(
         pays(section) and not section.rewritten.assignment.prices.in_bytes
         for section in sections
@@ -62,30 +61,71 @@ def has_times(sections: Sequence[Section]) -> bool:
 
 # -- the predicted time ----------------------------------------------------------------
 
-PRODUCTS, OTHERS, CASTS = (
-    "matrix products, convolutions, attention",
-    "all other float ops",
-    "casts",
-)
+
+@dataclass(frozen=True)
+class OpTime:
+    """The predicted time of one float op, in fp32 and as placed."""
+
+    section: Section
+    row: OpRow
+
+    @cached_property
+    def high(self) -> Parts:
+        """The parts of its time in fp32, in nanoseconds."""
+        return self._parts(HIGH_DTYPE)
+
+    @cached_property
+    def placed(self) -> Parts:
+        """The parts of its time as placed."""
+        return self._parts(
+            self.section.rewritten.low if self.row.is_low else HIGH_DTYPE
+        )
+
+    def _parts(self, dtype: torch.dtype) -> Parts:
+        return parts_of(self._node, self._fact, dtype.itemsize, self.section.device)
+
+    @property
+    def by_weights(self) -> float:
+        """The share of its bytes that are weights: a larger batch reads no more."""
+        facts, fact = self.section.rewritten.facts, self._fact
+        read = [o.value for o in fact.operands if o.value in facts.weights]
+        weights, total = (
+            sum(facts.nodes[v].numel for v in read),
+            self.row.reads + fact.numel,
+        )
+        return min(1.0, weights / total) if total else 0.0
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        """The sizes of a convolution's kernel; () for another op."""
+        if self._fact.base not in family("convolution"):
+            return ()
+        weight = self._node.all_input_nodes[1].meta["val"]
+        return tuple(compat.hint(size) for size in weight.shape[2:])
+
+    def at(self, times: float, *, placed: bool) -> Parts:
+        """The parts at `times` times the batch."""
+        parts = self.placed if placed else self.high
+        grows = self.by_weights + (1 - self.by_weights) * times
+        return Parts(parts.launch, parts.memory * grows, parts.arithmetic * times)
+
+    @property
+    def _node(self) -> fx.Node:
+        return self.section.before[self.row.name]
+
+    @property
+    def _fact(self) -> NodeFacts:
+        return self.section.rewritten.facts.nodes[self.row.name]
 
 
 @dataclass(frozen=True)
 class TimeOfClass:
-    """Predicted times of one class of ops: `PRODUCTS`, `OTHERS` or `CASTS`.
-
-    Attributes:
-        title: the class.
-        ops: number of ops, or of casts.
-        fp32: seconds with every op in fp32.
-        placed: seconds as placed.
-        may_be_low: the part of `fp32` in ops that may run in low precision.
-    """
+    """Predicted seconds of one class of ops, or of the casts, and their number."""
 
     title: str
     ops: int
     fp32: float
     placed: float
-    may_be_low: float
 
 
 @dataclass(frozen=True)
@@ -94,34 +134,64 @@ class Prediction:
 
     The price model of `place/cost.py` gives each op a launch plus the larger of bytes
     over bandwidth and flops over peak.  Work outside of graphs (the optimizer's step,
-    the loading of data) does not count.
+    the loading of data) does not count; a loop's body counts as run once.
 
     Attributes:
-        device: the device whose figures are used.
-        classes: the times of the classes of ops.
-        units_fp32, units_placed: the time with every op in fp32, and as placed with the
-            casts, in units of 0.1 ns.
+        device: the device's name, with the products that fp32 computes in TF32 there.
+        on: the figures of the device.
+        ops: every float op.
+        cast_count, cast_units: the casts as placed, their time in units of 0.1 ns.
     """
 
     device: str
-    classes: tuple[TimeOfClass, ...]
-    units_fp32: int
-    units_placed: int
+    on: Device
+    ops: tuple[OpTime, ...]
+    cast_count: int
+    cast_units: int
 
     @property
     def fp32(self) -> float:
         """Seconds with every op in fp32."""
-        return self.units_fp32 * SECONDS
+        return sum(op.row.cost_fp32 for op in self.ops) * SECONDS
 
     @property
     def placed(self) -> float:
         """Seconds as placed, casts included."""
-        return self.units_placed * SECONDS
+        return (sum(op.row.cost for op in self.ops) + self.cast_units) * SECONDS
 
     @property
     def casts(self) -> float:
         """Seconds of the casts."""
-        return sum(each.placed for each in self.classes if each.title == CASTS)
+        return self.cast_units * SECONDS
+
+    @property
+    def classes(self) -> tuple[TimeOfClass, ...]:
+        """The times of products, of other ops and of casts."""
+        rows = [op.row for op in self.ops]
+        parts = {
+            "matrix products, convolutions, attention": [r for r in rows if r.flops],
+            "all other float ops": [row for row in rows if not row.flops],
+        }
+        found = []
+        for title, part in parts.items():
+            fp32, placed = sum(r.cost_fp32 for r in part), sum(r.cost for r in part)
+            times = fp32 * SECONDS, placed * SECONDS
+            found.append(TimeOfClass(title, len(part), *times))
+        return (*found, TimeOfClass("casts", self.cast_count, 0.0, self.casts))
+
+    @property
+    def share_low(self) -> float:
+        """The share of the fp32 time in the ops that run low, 0 to 1."""
+        return self._share([op.row for op in self.ops if op.row.is_low])
+
+    @property
+    def share_that_may_be_low(self) -> float:
+        """The share of the fp32 time in ops that may run in low precision, 0 to 1."""
+        return self._share([op.row for op in self.ops if not op.row.pinned])
+
+    def _share(self, rows: Iterable[OpRow]) -> float:
+        total = sum(op.row.cost_fp32 for op in self.ops)
+        return sum(row.cost_fp32 for row in rows) / total if total else 0.0
 
     @property
     def speed_up(self) -> float:
@@ -129,232 +199,10 @@ class Prediction:
         return self.fp32 / self.placed if self.placed else 1.0
 
     @property
-    def share_that_may_be_low(self) -> float:
-        """The share of the fp32 time in ops that may run in low precision, 0 to 1."""
-        touched = sum(each.may_be_low for each in self.classes)
-        return touched / self.fp32 if self.fp32 else 0.0
-
-    @property
     def limit(self) -> float:
         """The speed-up if ops that may be low took no time at all (Amdahl's law)."""
         rest = 1 - self.share_that_may_be_low
         return 1 / rest if rest else float("inf")
-
-
-def predict(sections: Sequence[Section]) -> Prediction | None:
-    """The prediction for all sections; a loop's body counts as run once.
-
-    None without graphs, under `objective="memory"`, and where low precision is slower
-    on the device but `do_no_harm=False` converts all the same: then the prices belong
-    to no device.
-    """
-    if not sections or not has_times(sections):
-        return None
-    totals = {title: [0, 0, 0, 0] for title in (PRODUCTS, OTHERS, CASTS)}
-    for section in sections:
-        for row in section.ops:
-            total = totals[PRODUCTS if row.flops else OTHERS]
-            total[0] += 1
-            total[1] += row.cost_fp32
-            total[2] += row.cost
-            total[3] += 0 if row.pinned else row.cost_fp32
-        casts = section.costs.ours.estimate - sum(row.cost for row in section.ops)
-        totals[CASTS][0] += sum(cast.every_call for cast in section.casts)
-        totals[CASTS][2] += casts
-    classes = tuple(
-        TimeOfClass(title, ops, fp32 * SECONDS, placed * SECONDS, low * SECONDS)
-        for title, (ops, fp32, placed, low) in totals.items()
-    )
-    _, all_high, ours, _ = map(sum, zip(*totals.values(), strict=True))
-    return Prediction(_hardware(sections), classes, all_high, ours)
-
-
-_KINDS = {
-    "matmul": "matrix products",
-    "batched": "matrix products",
-    "conv": "convolutions",
-    "channelwise": "convolutions",
-    "rnn": "recurrent layers",
-}
-
-
-def _hardware(sections: Sequence[Section]) -> str:
-    """The device of the prices, and the products that fp32 computes in TF32 there."""
-    device = sections[0].rewritten.assignment.prices.device
-    kinds = {
-        kind_of_product(
-            section.before[row.name], section.rewritten.facts.nodes[row.name]
-        )
-        for section in sections
-        for row in section.ops
-        if row.flops
-    }
-    met = [
-        word
-        for kind, word in _KINDS.items()
-        if kind in kinds and device.allows_tf32(kind)
-    ]
-    told = f", fp32 {' and '.join(dict.fromkeys(met))} in TF32" if met else ""
-    return device.name + told
-
-
-@dataclass(frozen=True)
-class Headline:
-    """The figures of the summary, over all graphs of a report.
-
-    Predicted times are of one run of all graphs: a forward, and a backward where
-    gradients are recorded.
-
-    Attributes:
-        low_ops, float_ops: the number of ops in low precision, and of all float ops.
-        share_of_time_low: the share of the predicted fp32 time in the ops that run low,
-            0 to 1; None where no time is predicted.
-        trains: whether any op records gradients.
-        pays: whether low precision is faster than fp32 on the device; if not, ops run
-            low only because of `do_no_harm=False`, and no time is predicted.
-        device: the device for which times are predicted; "" where no time is.
-        seconds_fp32, seconds_autocast, seconds: the predicted time with every op in
-            fp32, with the ops placed as `torch.autocast` would place them, and as
-            placed; None where no time is predicted.
-        seconds_of_launches: the part of `seconds_fp32` in which ops are only started.
-        kept_fp32, kept_autocast, kept: bytes of operands that the backward may read, in
-            the same three ways; 0 where no gradient is recorded.
-    """
-
-    low_ops: int
-    float_ops: int
-    share_of_time_low: float | None
-    trains: bool
-    pays: bool
-    device: str
-    seconds_fp32: float | None
-    seconds_autocast: float | None
-    seconds: float | None
-    seconds_of_launches: float | None
-    kept_fp32: int
-    kept_autocast: int
-    kept: int
-
-    @property
-    def speed_up(self) -> float | None:
-        """How many times as fast as fp32; None where no time is predicted."""
-        return _ratio(self.seconds_fp32, self.seconds)
-
-    @property
-    def speed_up_over_autocast(self) -> float | None:
-        """How many times as fast as with autocast's placement; None as `speed_up`."""
-        return _ratio(self.seconds_autocast, self.seconds)
-
-    def figures(self) -> dict[str, Any]:
-        """Every figure by its name."""
-        ratios = ("speed_up", "speed_up_over_autocast")
-        return {**asdict(self), **{name: getattr(self, name) for name in ratios}}
-
-
-def _ratio(before: float | None, after: float | None) -> float | None:
-    if before is None or after is None:
-        return None
-    return before / after if after else 1.0
-
-
-def headline_of(sections: Sequence[Section], predicted: Prediction | None) -> Headline:
-    """The figures of all sections; a body of a loop counts as run once."""
-    ops = [row for section in sections for row in section.ops]
-    autocast = launches = kept_autocast = kept = 0
-    for section in sections:
-        by_autocast = section.costs.placements[AUTOCAST]
-        kept += _kept(section, section.rewritten.assignment.low)
-        kept_autocast += _kept(section, by_autocast.low)
-        autocast += by_autocast.estimate
-        launches += _launches(section)
-    high_of_low = sum(row.cost_fp32 for row in ops if row.is_low)
-    share = None
-    if predicted:
-        share = high_of_low / predicted.units_fp32 if predicted.units_fp32 else 0.0
-    kept_fp32 = sum(_kept(section, frozenset()) for section in sections)
-    return Headline(
-        low_ops=sum(row.is_low for row in ops),
-        float_ops=len(ops),
-        share_of_time_low=share,
-        trains=kept_fp32 > 0,
-        pays=all(map(pays, sections)),
-        device=predicted.device if predicted else "",
-        seconds_fp32=predicted.fp32 if predicted else None,
-        seconds_autocast=autocast * SECONDS if predicted else None,
-        seconds=predicted.placed if predicted else None,
-        seconds_of_launches=launches * SECONDS if predicted else None,
-        kept_fp32=kept_fp32,
-        kept_autocast=kept_autocast,
-        kept=kept,
-    )
-
-
-def _kept(section: Section, low: frozenset[str]) -> int:
-    """Bytes of operands that the backward may read if the ops `low` run low."""
-    sizes = {True: section.rewritten.low.itemsize, False: HIGH_DTYPE.itemsize}
-    return sum(sizes[row.name in low] * row.reads for row in section.ops if row.trains)
-
-
-def _launches(section: Section) -> int:
-    """The price of starting every op in fp32, in the forward and in the backward."""
-    start = round(section.rewritten.assignment.prices.device.launch_ns / UNIT_NS)
-    return sum(
-        min(row.cost_fp32, start * (TRAINING_FACTOR if row.trains else 1))
-        for row in section.ops
-    )
-
-
-# -- what bounds the predicted time ----------------------------------------------------
-
-
-@dataclass(frozen=True)
-class OpTime:
-    """The predicted time of one float op, in fp32 and as placed.
-
-    Attributes:
-        row: the op.
-        high, placed: the parts of its time, in nanoseconds.
-        by_weights: the share of its bytes that belong to weights, 0 to 1; a larger
-            batch does not read more of them.
-        kernel: the sizes of a convolution's kernel; () for another op.
-    """
-
-    row: OpRow
-    high: Parts
-    placed: Parts
-    by_weights: float
-    kernel: tuple[int, ...] = ()
-
-    @property
-    def key(self) -> tuple[int, str, str]:
-        """The section and the name of the op."""
-        return self.row.key
-
-    @property
-    def flops(self) -> int:
-        """Flops of its forward."""
-        return self.row.flops
-
-    def at(self, times: float, *, placed: bool) -> Parts:
-        """The parts at `times` times the batch."""
-        parts = self.placed if placed else self.high
-        grows = self.by_weights + (1 - self.by_weights) * times
-        return Parts(parts.launch, parts.memory * grows, parts.arithmetic * times)
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """What bounds the predicted time of one run of all graphs, in seconds.
-
-    Attributes:
-        device: the device whose figures are used.
-        ops: every float op.
-        casts: the predicted time of the casts as placed.
-    """
-
-    device: Device
-    ops: tuple[OpTime, ...]
-    casts: float
 
     def seconds(self, *, placed: bool, times: float = 1.0) -> float:
         """The predicted time at `times` times the batch."""
@@ -380,7 +228,7 @@ class Bounds:
 
     def odd_product(self, misfits: Sequence[Misfit]) -> tuple[Misfit | None, float]:
         """The misfit of the most flops, and the share of low flops with any misfit."""
-        flops = {op.key: op.flops for op in self.ops if op.row.is_low}
+        flops = {op.row.key: op.row.flops for op in self.ops if op.row.is_low}
         odd = {(m.graph, m.body, m.name): m for m in misfits}
         touched = {key: flops[key] for key in odd if key in flops}
         every = sum(flops.values())
@@ -389,41 +237,134 @@ class Bounds:
         worst = max(touched, key=lambda key: touched[key])
         return odd[worst], sum(touched.values()) / every
 
-    @property
-    def largest(self) -> OpTime | None:
-        """The op that takes the largest part of the fp32 time."""
-        return max(self.ops, key=lambda op: op.high.nanoseconds, default=None)
 
-
-def bounds_of(sections: Sequence[Section], casts: float) -> Bounds | None:
-    """What bounds the time of all sections; None where prices belong to no device.
-
-    Args:
-        casts: seconds of all casts.
-    """
-    if not sections or not pays(sections[0]):
+def predict(sections: Sequence[Section]) -> Prediction | None:
+    """The prediction for all sections; None where prices are no times of a device."""
+    if not sections or not has_times(sections):
         return None
-    on = sections[0].rewritten.assignment.prices.device
-    ops = [_op_time(s, row, on) for s in sections for row in s.ops]
-    return Bounds(on, tuple(ops), casts)
+    ops = tuple(OpTime(section, row) for section in sections for row in section.ops)
+    ours = sum(section.costs.ours.estimate for section in sections)
+    return Prediction(
+        device=_hardware(sections),
+        on=sections[0].device,
+        ops=ops,
+        cast_count=sum(c.every_call for section in sections for c in section.casts),
+        cast_units=ours - sum(op.row.cost for op in ops),
+    )
 
 
-def _op_time(section: Section, row: OpRow, device: Device) -> OpTime:
-    facts = section.rewritten.facts
-    node, fact = section.before[row.name], facts.nodes[row.name]
-    dtype = section.rewritten.low if row.is_low else HIGH_DTYPE
-    values = [o.value for o in fact.operands if o.value in facts.weights]
-    weights, total = sum(facts.nodes[v].numel for v in values), row.reads + fact.numel
-    kernel: tuple[int, ...] = ()
-    if fact.base in family("convolution"):
-        weight = node.all_input_nodes[1].meta["val"]
-        kernel = tuple(compat.hint(size) for size in weight.shape[2:])
-    return OpTime(
-        row,
-        parts_of(node, fact, HIGH_DTYPE.itemsize, device),
-        parts_of(node, fact, dtype.itemsize, device),
-        min(1.0, weights / total) if total else 0.0,
-        kernel,
+_KINDS = {
+    "matmul": "matrix products",
+    "batched": "matrix products",
+    "conv": "convolutions",
+    "channelwise": "convolutions",
+    "rnn": "recurrent layers",
+}
+
+
+def _hardware(sections: Sequence[Section]) -> str:
+    """The device of the prices, and the products that fp32 computes in TF32 there."""
+    device = sections[0].device
+    kinds = {
+        kind_of_product(s.before[row.name], s.rewritten.facts.nodes[row.name])
+        for s in sections
+        for row in s.ops
+        if row.flops
+    }
+    met = [w for k, w in _KINDS.items() if k in kinds and device.allows_tf32(k)]
+    told = f", fp32 {' and '.join(dict.fromkeys(met))} in TF32" if met else ""
+    return device.name + told
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The figures of the summary, which docs/report-schema.md describes one by one.
+
+    Times are those of the prediction, None where no time is predicted; a body of a loop
+    counts as run once.
+    """
+
+    low_ops: int
+    float_ops: int
+    share_of_time_low: float | None
+    trains: bool
+    pays: bool
+    device: str
+    seconds_fp32: float | None
+    seconds_autocast: float | None
+    seconds: float | None
+    seconds_of_launches: float | None
+    kept_fp32: int
+    kept_autocast: int
+    kept: int
+
+    @property
+    def speed_up(self) -> float | None:
+        """How many times as fast as fp32; None where no time is predicted."""
+        return self._faster_than(self.seconds_fp32)
+
+    @property
+    def speed_up_over_autocast(self) -> float | None:
+        """How many times as fast as with autocast's placement; None as `speed_up`."""
+        return self._faster_than(self.seconds_autocast)
+
+    def _faster_than(self, other: float | None) -> float | None:
+        if other is None or self.seconds is None:
+            return None
+        return other / self.seconds if self.seconds else 1.0
+
+    def figures(self) -> dict[str, Any]:
+        """Every figure by its name."""
+        return _by_name(self, "speed_up", "speed_up_over_autocast")
+
+
+def _by_name(figures: Headline | Coverage, *ratios: str) -> dict[str, Any]:
+    return {**asdict(figures), **{name: getattr(figures, name) for name in ratios}}
+
+
+def headline_of(sections: Sequence[Section], predicted: Prediction | None) -> Headline:
+    """The figures of all sections."""
+    ops = [row for section in sections for row in section.ops]
+    placed, autocast = (
+        [s.costs.placements[p] for s in sections] for p in (OURS, AUTOCAST)
+    )
+    kept_fp32 = _kept(sections, [frozenset()] * len(sections))
+    seconds = sum(each.estimate for each in autocast) * SECONDS
+    launches = sum(map(_launches, sections)) * SECONDS
+    return Headline(
+        low_ops=sum(row.is_low for row in ops),
+        float_ops=len(ops),
+        share_of_time_low=predicted.share_low if predicted else None,
+        trains=kept_fp32 > 0,
+        pays=all(map(pays, sections)),
+        device=predicted.device if predicted else "",
+        seconds_fp32=predicted.fp32 if predicted else None,
+        seconds_autocast=seconds if predicted else None,
+        seconds=predicted.placed if predicted else None,
+        seconds_of_launches=launches if predicted else None,
+        kept_fp32=kept_fp32,
+        kept_autocast=_kept(sections, [each.low for each in autocast]),
+        kept=_kept(sections, [each.low for each in placed]),
+    )
+
+
+def _kept(sections: Sequence[Section], low: Iterable[Collection[str]]) -> int:
+    """Bytes of operands that the backward may read if the ops `low` run low."""
+    return sum(
+        (section.rewritten.low if row.name in names else HIGH_DTYPE).itemsize
+        * row.reads
+        for section, names in zip(sections, low, strict=True)
+        for row in section.ops
+        if row.trains
+    )
+
+
+def _launches(section: Section) -> int:
+    """The price of starting every op in fp32, in the forward and in the backward."""
+    start = round(section.device.launch_ns / UNIT_NS)
+    return sum(
+        min(row.cost_fp32, start * (TRAINING_FACTOR if row.trains else 1))
+        for row in section.ops
     )
 
 
@@ -453,11 +394,6 @@ class Stayed:
         """The number of the ops."""
         return len(self.rows)
 
-    @property
-    def costliest(self) -> OpRow:
-        """The op with the largest part of the time, or else of the bytes."""
-        return self.rows[0]
-
 
 def stayed_groups(sections: Sequence[Section]) -> tuple[Stayed, ...]:
     """The ops in fp32 by reason, the reason that costs most first."""
@@ -466,26 +402,22 @@ def stayed_groups(sections: Sequence[Section]) -> tuple[Stayed, ...]:
     for row in (row for section in sections for row in section.ops):
         if not row.is_low:
             groups[row.heading].append(row)
-    found = [_stayed(reason, rows, timed) for reason, rows in groups.items()]
+
+    def weight(*rows: OpRow) -> tuple[int, int]:
+        time = sum(row.cost_fp32 for row in rows) if timed else 0
+        return time, sum(row.bytes for row in rows)
+
+    found = []
+    for reason, rows in groups.items():
+        kinds: dict[str, list[OpRow]] = defaultdict(list)
+        for row in rows:
+            kinds[op_title(row.op)].append(row)
+        ops = sorted(kinds, key=lambda name: weight(*kinds[name]), reverse=True)
+        units, size = weight(*rows)
+        seconds = units * SECONDS if timed else None
+        rows.sort(key=weight, reverse=True)
+        found.append(Stayed(reason, tuple(rows), tuple(ops), seconds, size))
     return tuple(sorted(found, key=lambda g: (-(g.seconds or 0), -g.bytes)))
-
-
-def _stayed(reason: str, rows: Sequence[OpRow], timed: bool) -> Stayed:
-    def weight(row: OpRow) -> tuple[float, int]:
-        return row.cost_fp32 * SECONDS if timed else 0.0, row.bytes
-
-    totals: dict[str, tuple[float, int]] = {}
-    for row in rows:
-        name, (time, size) = op_title(row.op), weight(row)
-        before = totals.get(name, (0.0, 0))
-        totals[name] = before[0] + time, before[1] + size
-    return Stayed(
-        reason=reason,
-        rows=tuple(sorted(rows, key=weight, reverse=True)),
-        ops=tuple(sorted(totals, key=lambda name: totals[name], reverse=True)),
-        seconds=sum(time for time, _ in totals.values()) if timed else None,
-        bytes=sum(row.bytes for row in rows),
-    )
 
 
 @dataclass(frozen=True)
@@ -533,12 +465,11 @@ def _islands(section: Section) -> Iterator[Island]:
         makers = [facts.maker(each.value) for each in facts.nodes[name].operands]
         flow.add_edges_from((maker, name) for maker in makers if maker in rows)
     high = [name for name, row in rows.items() if not row.is_low]
-    order = {name: place for place, name in enumerate(rows)}
-    components = nx.weakly_connected_components(flow.subgraph(high))
+    place = {name: number for number, name in enumerate(rows)}
+    found = nx.weakly_connected_components(flow.subgraph(high))
     # A component is a set, whose order differs from process to process.
-    ordered = [sorted(names, key=order.__getitem__) for names in components]
-    for names in sorted(ordered, key=lambda names: order[names[0]]):
-        yield _island(flow, [rows[name] for name in names])
+    for places in sorted(sorted(map(place.__getitem__, names)) for names in found):
+        yield _island(flow, [section.ops[number] for number in places])
 
 
 def _island(flow: nx.DiGraph, rows: Sequence[OpRow]) -> Island:
@@ -796,8 +727,7 @@ class Coverage:
 
     def counts_and_shares(self) -> dict[str, float | None]:
         """Every attribute and share by its name."""
-        shares = {n: getattr(self, n) for n in ("share_of_calls", "share_of_flops")}
-        return {**asdict(self), **shares}
+        return _by_name(self, "share_of_calls", "share_of_flops")
 
 
 def coverage_of(
@@ -879,11 +809,6 @@ class Document:
         return cast_counts(self.sections)
 
     @cached_property
-    def compiled_casts(self) -> CompiledCasts | None:
-        """What inductor makes of the casts; None where it compiles no graph."""
-        return compiled_casts(self.sections)
-
-    @cached_property
     def islands(self) -> list[Island]:
         """Connected ops in fp32, with the ops that decided it, the largest first."""
         return islands_of(self.sections)
@@ -900,7 +825,7 @@ class Document:
 
     @cached_property
     def prediction(self) -> Prediction | None:
-        """Predicted times by class of op; None under `objective="memory"`."""
+        """Predicted times; None where none is predicted, as for "memory"."""
         return predict(self.sections)
 
     @cached_property
@@ -912,13 +837,6 @@ class Document:
     def headline(self) -> Headline:
         """The figures of the summary: what is low, and the predicted gain."""
         return headline_of(self.sections, self.prediction)
-
-    @cached_property
-    def bounds(self) -> Bounds | None:
-        """What bounds the predicted time; None where no time is predicted."""
-        if self.prediction is None:
-            return None
-        return bounds_of(self.sections, self.prediction.casts)
 
     @cached_property
     def stayed(self) -> tuple[Stayed, ...]:

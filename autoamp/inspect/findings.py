@@ -6,23 +6,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from torch import fx
 
 from autoamp.analyse.pins import kept_by
 from autoamp.graph_functions import laid_out
 from autoamp.inspect.casts import compiled_text, counts_text
-from autoamp.inspect.changes import remedy_for
 from autoamp.inspect.figures import (
     MULTIPLE,
     SECONDS,
-    Bounds,
     Document,
     Headline,
     LossScaleReport,
     Misfit,
-    OpTime,
+    Prediction,
     WeightRow,
 )
 from autoamp.inspect.rows import Section
@@ -35,6 +32,7 @@ from autoamp.inspect.text import (
     op_title,
     seconds_text,
 )
+from autoamp.inspect.why import remedy_for
 from autoamp.messages import advice
 from autoamp.rewrite.layouts import LAST
 from autoamp.saved.rows import OpRow
@@ -54,26 +52,10 @@ ERROR = (
 )
 
 
-@dataclass(frozen=True)
-class Gains:
-    """The table of predicted gains, ready to be shown.
+def gains_of(found: Headline, low: str) -> tuple[str, list[tuple[str, ...]], str]:
+    """The title of the table of gains, its rows, and the sentence below it.
 
-    Attributes:
-        title: the question that the table answers, and the device of the prediction.
-        rows: a name, and a figure for each of `WAYS`; empty if nothing is predicted.
-        sentence: the speed-ups, or why no time is predicted.
-    """
-
-    title: str
-    rows: tuple[tuple[str, ...], ...]
-    sentence: str
-
-
-def gains_of(found: Headline, low: str) -> Gains:
-    """The predicted gains of a report.
-
-    Args:
-        low: the short name of the compute dtype.
+    A row is a name, and a figure for each of `WAYS`.
     """
     source = f" (predicted for {found.device})" if found.device else ""
     rows: list[tuple[str, ...]] = []
@@ -97,15 +79,11 @@ def gains_of(found: Headline, low: str) -> Gains:
             f"No time is predicted: {low} is no faster than fp32 on this device, and "
             f"runs only because of {forced}."
         )
-    return Gains(f"What it should gain here{source}", tuple(rows), sentence)
+    return f"What it should gain here{source}", rows, sentence
 
 
 def runs_low(report: Document, low: str) -> Iterator[str]:
-    """Sentences on low ops, casts, kernels, layouts and the captured graphs.
-
-    Args:
-        low: the short name of the compute dtype.
-    """
+    """Sentences on low ops, casts, kernels, layouts and the captured graphs."""
     found = report.headline
     share = ""
     if found.share_of_time_low:
@@ -113,7 +91,7 @@ def runs_low(report: Document, low: str) -> Iterator[str]:
     ops = counted(found.float_ops, "float op")
     yield f"{found.low_ops:,} of {ops} run in {low}{share}."
     yield counts_text(report.cast_counts, low)
-    yield from compiled_text(report.compiled_casts)
+    yield from compiled_text(report.sections)
     yield from kernels_text(report.ops)
     yield from layouts_text(report.graphs)
     graphs = f"{counted(len(report.graphs), 'graph')} captured"
@@ -151,19 +129,12 @@ LARGER = 8
 """Where a larger batch would help, the speed-up is given at so many times the batch."""
 
 
-def because_of(
-    bounds: Bounds | None, found: Headline, misfits: Sequence[Misfit]
-) -> str:
+def because_of(report: Document) -> str:
     """Why the predicted speed-up is what it is, and what would raise it most.
 
-    Args:
-        bounds: the parts of the predicted time; None where none is predicted.
-        found: the figures of the same report.
-        misfits: the sizes that are no multiple for tensor cores.
-
-    Returns:
-        Up to four sentences; one sentence where no gain is predicted.
+    Up to four sentences; one sentence where no gain is predicted.
     """
+    found, times = report.headline, report.prediction
     if not found.float_ops:
         return "No time is predicted, because no float op was captured."
     if not found.pays:
@@ -171,7 +142,7 @@ def because_of(
             "No time is predicted, because low precision is no faster than fp32 on "
             "this device."
         )
-    if bounds is None or found.share_of_time_low is None:
+    if times is None:
         return "No time is predicted, because the placement was chosen for memory."
     if not found.low_ops:
         return (
@@ -179,19 +150,17 @@ def because_of(
             "report.stayed has the reasons."
         )
     low = (
-        f"Ops that run in low precision take {found.share_of_time_low:.0%} of the "
-        f"predicted fp32 time of {seconds_text(bounds.seconds(placed=False))}."
+        f"Ops that run in low precision take {times.share_low:.0%} of the predicted "
+        f"fp32 time of {seconds_text(times.seconds(placed=False))}."
     )
-    said = [low, _parts(bounds)]
-    if bounds.largest is not None:
-        said.append(_largest(bounds.largest, bounds))
-    return " ".join([*said, _change(bounds, misfits)])
+    change = _change(times, report.misfits)
+    return " ".join([low, _parts(times), _largest(times), change])
 
 
-def _parts(bounds: Bounds) -> str:
+def _parts(times: Prediction) -> str:
     """The parts of the fp32 time, the largest first, and of the time as placed."""
-    total, left = (bounds.seconds(placed=each) for each in (False, True))
-    before, after = (bounds.shares(placed=each) for each in (False, True))
+    total, left = (times.seconds(placed=each) for each in (False, True))
+    before, after = (times.shares(placed=each) for each in (False, True))
     words = {
         "arithmetic": "the arithmetic of products",
         "memory": "memory",
@@ -202,38 +171,39 @@ def _parts(bounds: Bounds) -> str:
         f"{words[n]} {seconds_text(before[n] * total)} ({before[n]:.0%})" for n in names
     ]
     now = [seconds_text(after[n] * left) for n in names]
-    casts = seconds_text(bounds.casts)
+    casts = seconds_text(times.casts)
     return (
         f"In fp32 the time goes to {waits[0]}, {waits[1]} and {waits[2]}; as placed "
         f"these take {now[0]}, {now[1]} and {now[2]}, and casts {casts}."
     )
 
 
-def _largest(op: OpTime, bounds: Bounds) -> str:
+def _largest(times: Prediction) -> str:
     """The op that takes most, with its kernel's size and its module."""
-    share = op.high.nanoseconds * 1e-9 / bounds.seconds(placed=False)
-    flops = sum(each.flops for each in bounds.ops)
-    arithmetic = f" and {op.flops / flops:.0%} of the arithmetic" if op.flops else ""
-    name = op_title(op.row.op)
+    op = max(times.ops, key=lambda op: op.high.nanoseconds)
+    share = op.high.nanoseconds * 1e-9 / times.seconds(placed=False)
+    row, flops = op.row, sum(each.row.flops for each in times.ops)
+    arithmetic = f" and {row.flops / flops:.0%} of the arithmetic" if row.flops else ""
+    name = op_title(row.op)
     if op.kernel:
         name = f"the convolution of {' x '.join(map(str, op.kernel))}"
-    if op.row.module:
-        name += f" in module {op.row.module}"
+    if row.module:
+        name += f" in module {row.module}"
     return f"The op that takes most is {name}: {share:.0%} of the time{arithmetic}."
 
 
-def _change(bounds: Bounds, misfits: Sequence[Misfit]) -> str:
+def _change(times: Prediction, misfits: Sequence[Misfit]) -> str:
     """The change that would help most: it shortens the largest part of the time."""
-    parts = _left(bounds)
+    parts = _left(times)
     largest = max(parts, key=lambda name: parts[name])
     size = (
         f"{seconds_text(parts[largest])} of the "
-        f"{seconds_text(bounds.seconds(placed=True))} that are left"
+        f"{seconds_text(times.seconds(placed=True))} that are left"
     )
     match largest:
         case "launches" | "weights":
             why = "starts of kernels" if largest == "launches" else "reading weights"
-            now, then = (_speed_up(bounds, times) for times in (1, LARGER))
+            now, then = (_speed_up(times, more) for more in (1, LARGER))
             return (
                 f"A larger batch would help most, because {why} take {size}: at "
                 f"{LARGER} times the batch a speed-up of {then:.2f} is predicted, "
@@ -254,7 +224,7 @@ def _change(bounds: Bounds, misfits: Sequence[Misfit]) -> str:
                 f"Fewer casts would help most, because casts take {size}: "
                 "report.islands shows the fp32 ops that they surround."
             )
-    worst, share = bounds.odd_product(misfits)
+    worst, share = times.odd_product(misfits)
     if worst is not None and share > 0.5:
         where = f" of {worst.module}" if worst.module else ""
         return (
@@ -268,10 +238,10 @@ def _change(bounds: Bounds, misfits: Sequence[Misfit]) -> str:
     )
 
 
-def _left(bounds: Bounds) -> Mapping[str, float]:
+def _left(times: Prediction) -> Mapping[str, float]:
     """The parts of the time as placed, in seconds; fp32 ops are one part."""
     left = dict.fromkeys(("launches", "arithmetic", "memory", "weights", "stayed"), 0.0)
-    for op in bounds.ops:
+    for op in times.ops:
         parts = op.placed
         left["launches"] += parts.launch * 1e-9
         rest = (parts.nanoseconds - parts.launch) * 1e-9
@@ -283,12 +253,13 @@ def _left(bounds: Bounds) -> Mapping[str, float]:
             # A product at a small batch is bound by its weights, which no compiler
             # can read less often.
             left["weights" if op.by_weights > 0.5 else "memory"] += rest
-    return {**left, "casts": bounds.casts}
+    return {**left, "casts": times.casts}
 
 
-def _speed_up(bounds: Bounds, times: float) -> float:
-    after = bounds.seconds(placed=True, times=times)
-    return bounds.seconds(placed=False, times=times) / after
+def _speed_up(times: Prediction, batch: float) -> float:
+    """The speed-up at so many times the batch."""
+    after = times.seconds(placed=True, times=batch)
+    return times.seconds(placed=False, times=batch) / after
 
 
 # -- advice ----------------------------------------------------------------------------
@@ -382,7 +353,7 @@ def _own_options(report: Document) -> Iterator[str]:
     """The gain of dropping an option that keeps the costliest ops in fp32."""
     total = report.headline.seconds
     for group in report.stayed:
-        row = group.costliest
+        row = group.rows[0]
         if not total or (group.seconds or 0) < WORTH * total:
             return
         section = report.section_of(row)

@@ -18,8 +18,7 @@ from autoamp.errors import OptionError
 from autoamp.inspect import export, why
 from autoamp.inspect.figures import Document
 from autoamp.inspect.findings import advice_of, because_of
-from autoamp.inspect.page.data import data_of
-from autoamp.inspect.page.html import page_of
+from autoamp.inspect.page.data import page_of
 from autoamp.inspect.terminal import full_of, summary_of
 from autoamp.inspect.text import WIDTH, as_text, plain_console
 
@@ -62,7 +61,7 @@ class Report(Document):
     @cached_property
     def because(self) -> str:
         """Why the predicted speed-up is what it is, and what would raise it most."""
-        return because_of(self.bounds, self.headline, self.misfits)
+        return because_of(self)
 
     def why(self, node: str | fx.Node, graph: int | str = 0) -> str:
         """Why `node` has its precision, and what the other precision would cost.
@@ -109,7 +108,7 @@ class Report(Document):
             >>> path = os.path.join(tempfile.mkdtemp(), "report.html")
             >>> page = report.to_html(path)
         """
-        return _written(page_of(data_of(self, lambda: self.advice)), path)
+        return _written(page_of(self, lambda: self.advice), path)
 
     def to_networkx(self) -> nx.DiGraph:
         """The rewritten graphs as one `networkx.DiGraph`; casts are nodes in it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,6 +15,7 @@ from autoamp.analyse.verdict import CEILING
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.inspect.text import portable, portable_place
 from autoamp.place.assign import COSTS_CASTS, GAINS_NOTHING, Decision, legal_energy
+from autoamp.place.devices import Device
 from autoamp.place.flops import flops_of
 from autoamp.place.policies import POLICIES, project
 from autoamp.rewrite.emitted import CAST_KIND
@@ -70,6 +72,11 @@ class Section:
     def low(self) -> str:
         return short_name(self.rewritten.low)
 
+    @property
+    def device(self) -> Device:
+        """The device from whose figures the prices are computed."""
+        return self.rewritten.assignment.prices.device
+
     @cached_property
     def before(self) -> dict[str, fx.Node]:
         """The nodes of the graph before the pass, by name."""
@@ -79,6 +86,13 @@ class Section:
     def ops(self) -> tuple[OpRow, ...]:
         """One row per decision, in graph order."""
         return tuple(_op_rows(self))
+
+    @property
+    def categories(self) -> list[tuple[str, int, int]]:
+        """Each category with the numbers of its ops in low precision and in fp32."""
+        counts = Counter((row.category, row.is_low) for row in self.ops)
+        each = [(str(c), counts[c, True], counts[c, False]) for c in Category]
+        return [(category, low, high) for category, low, high in each if low or high]
 
     @cached_property
     def casts(self) -> tuple[CastRow, ...]:
@@ -273,16 +287,16 @@ class Costs:
         return {n: self.placements[n].cost - self.optimal_cost for n in POLICIES}
 
     @property
-    def titles(self) -> dict[str, str]:
-        """The title of each placement, in the order in which they are shown."""
-        known = {
+    def titled(self) -> list[tuple[str, Placement]]:
+        """Each placement with its title, in the order in which they are shown."""
+        titles = {
             OURS: "this one",
             ALL_FP32: "all fp32",
             "tensorflow": "TensorFlow's passes",
             AUTOCAST: "autocast's type promotion",
             "forced": "allow ops alone",
         }
-        return known | {n: n for n in self.placements if n not in known}
+        return [(title, self.placements[name]) for name, title in titles.items()]
 
 
 def costs_of(rewritten: Rewritten) -> Costs:

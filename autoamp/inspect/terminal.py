@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoamp import compat
-from autoamp.inspect.casts import compiled_casts, compiled_text, counts_text
+from autoamp.inspect.casts import compiled_text, counts_text, unrounded
 from autoamp.inspect.figures import (
     MULTIPLE,
     Coverage,
@@ -35,7 +35,7 @@ from autoamp.inspect.findings import (
     kernels_text,
     runs_low,
 )
-from autoamp.inspect.rows import OURS, Costs, Section
+from autoamp.inspect.rows import Costs, Section
 from autoamp.inspect.text import (
     amount,
     brief,
@@ -82,11 +82,7 @@ def _cut(text: str) -> Padding:
 def summary_of(
     report: Document, advice: Callable[[], Sequence[str]]
 ) -> Iterator[RenderableType]:
-    """The summary.
-
-    Args:
-        advice: gives the sentences on what to do next.
-    """
+    """The summary; `advice` gives the sentences on what to do next."""
     title = f"autoamp report: {report.label}"
     if report.explained_for:
         title += f", explained for {report.explained_for}"
@@ -99,9 +95,16 @@ def summary_of(
         yield from _not_converted(report)
     else:
         yield _heading(f"{title}, compute dtype {low}")
-        yield from lines("the answer to what runs low", lambda: _runs_low(report, low))
+        yield from lines(
+            "the answer to what runs low",
+            lambda: _answer(
+                "What runs low", [*runs_low(report, low), *_so_far(report)]
+            ),
+        )
         yield from lines("the gain", lambda: _gains(report, low))
-        yield from lines("the budget", lambda: _budget(report))
+        if report.frontier is not None:
+            said = report.frontier.sentences()
+            yield from _answer("Within the budget for error", said)
         yield from lines("the list of what stayed in fp32", lambda: _stayed(report))
     yield from lines("the advice", lambda: _answer("What to do next", advice()))
 
@@ -117,25 +120,19 @@ def _runs_low(report: Document, low: str) -> Iterator[RenderableType]:
 
 
 def _gains(report: Document, low: str) -> Iterator[RenderableType]:
-    told = gains_of(report.headline, low)
-    yield _heading(told.title)
-    if told.rows:
+    title, rows, sentence = gains_of(report.headline, low)
+    yield _heading(title)
+    if rows:
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
         for column in ("", *WAYS):
             justify: JustifyMethod = "right" if column else "left"
             table.add_column(column, justify=justify, no_wrap=True)
-        for row in told.rows:
+        for row in rows:
             table.add_row(*row)
         yield Padding(table, (0, 0, 0, 2))
-    yield _line(told.sentence)
-    if told.rows:
+    yield _line(sentence)
+    if rows:
         yield _line(FOOTNOTE)
-
-
-def _budget(report: Document) -> Iterator[RenderableType]:
-    if report.frontier is not None:
-        said = report.frontier.sentences()
-        yield from _answer("Within the budget for error", said)
 
 
 def _stayed(report: Document) -> Iterator[RenderableType]:
@@ -278,7 +275,7 @@ def full_of(report: Document) -> Iterator[RenderableType]:
             Rule(_heading("not converted, and why"), align="left"), (1, 0, 0, 0)
         )
         yield from (_heading(shorten(what), f": {why}") for what, why in skipped)
-    yield from lines("the note on costs", lambda: _note(report))
+    yield from lines("the note on costs", lambda: _note(report.costs))
     yield from lines("the prediction", lambda: _prediction(report))
     yield from lines("the list of casts", lambda: _largest_casts(report.casts))
     yield from lines("the list of weights", lambda: _weights(report.weights))
@@ -286,21 +283,20 @@ def full_of(report: Document) -> Iterator[RenderableType]:
     yield from _calls(report)
 
 
-def _note(report: Document) -> Iterator[RenderableType]:
-    if any(costs.reward for costs in report.costs):
+def _note(costs: Sequence[Costs]) -> Iterator[RenderableType]:
+    if any(each.reward for each in costs):
         forced = advice("do_no_harm", False, by_variables=False)
         yield Text(f"\nNote on {forced}: {_REWARD}")
 
 
 def _head(report: Document) -> Text:
-    ops, runs, low = report.ops, report.runs, report.compute_dtype
-    assert low is not None
+    ops, runs, low = report.ops, report.runs, report.sections[0].low
     low_ops = sum(row.is_low for row in ops)
     graphs = counted(sum(not s.body for s in report.sections), "graph")
     said = [
         f"{low_ops:,} of {counted(len(ops), 'float op')} in {low}, the rest in fp32.",
         counts_text(report.cast_counts, low),
-        *compiled_text(report.compiled_casts),
+        *compiled_text(report.sections),
         *kernels_text(ops),
         f"{graphs} captured; rewritten graphs ran {counted(runs, 'time')}.",
     ]
@@ -340,11 +336,8 @@ def _section(section: Section) -> Iterator[RenderableType]:
 
 def _categories(section: Section) -> Table:
     table = plain_table("category", "", numbers=(section.low, "fp32"))
-    counts = Counter((row.category, row.is_low) for row in section.ops)
-    for category, meaning in _MEANINGS.items():
-        low, high = counts[category, True], counts[category, False]
-        if low or high:
-            table.add_row(category, Text(meaning, "dim"), str(low), str(high))
+    for category, low, high in section.categories:
+        table.add_row(category, Text(_MEANINGS[category], "dim"), str(low), str(high))
     return table
 
 
@@ -367,16 +360,16 @@ def _casts(section: Section) -> Table:
 
 def _unrounded(section: Section) -> Iterator[RenderableType]:
     """The casts down whose value goes on unrounded inside a kernel of inductor."""
-    found = compiled_casts([section])
-    if found is None or not found.unrounded:
+    found = unrounded([section])
+    if not found:
         return
     yield _heading("\nCasts inside kernels of inductor, where no value is rounded")
-    for cast in found.unrounded[:_MOST]:
+    for cast in found[:_MOST]:
         where = f" at {shorten(cast.source)}" if cast.source else ""
         kept = ", and written to memory" if cast.compiled == compat.PARTLY else ""
         yield _line(f"{cast.name}: {op_title(cast.producer)}{where}{kept}")
-    if len(found.unrounded) > _MOST:
-        yield _line(f"... and {len(found.unrounded) - _MOST} more")
+    if len(found) > _MOST:
+        yield _line(f"... and {len(found) - _MOST} more")
 
 
 def _unlisted(ops: Sequence[OpRow]) -> Iterator[RenderableType]:
@@ -407,15 +400,11 @@ def _costs(costs: Costs) -> Iterator[RenderableType]:
     left = ["allow ops left in fp32"] if costs.reward else []
     for column in ("predicted", "against this", *left):
         table.add_column(column, justify="right")
-    for name, title in costs.titles.items():
-        placement = placements[name]
-        extra = placement.estimate - costs.ours.estimate
-        cells = [
-            title,
-            amount(placement.estimate, costs.in_bytes),
-            "" if name == OURS else amount(extra, costs.in_bytes, signed=True),
-        ]
-        table.add_row(*cells, *[str(placement.allow_in_fp32)] * bool(costs.reward))
+    for title, each in costs.titled:
+        extra = amount(each.estimate - costs.ours.estimate, costs.in_bytes, signed=True)
+        against = "" if each is costs.ours else extra
+        cells = [title, amount(each.estimate, costs.in_bytes), against]
+        table.add_row(*cells, *[str(each.allow_in_fp32)] * bool(costs.reward))
     yield Padding(table, (0, 0, 0, 2))
     yield _line(_certificate(costs))
 
@@ -518,7 +507,7 @@ def _prediction(report: Document) -> Iterator[RenderableType]:
             f"Values kept for the backward: {bytes_text(headline.kept)} instead of "
             f"{bytes_text(headline.kept_fp32)}."
         )
-    yield _line(because_of(report.bounds, headline, report.misfits))
+    yield _line(because_of(report))
 
 
 def _largest_casts(casts: Sequence[CastRow]) -> Iterator[RenderableType]:

@@ -1,25 +1,30 @@
-"""Explains one node: its rule, its neighbours, and the cost of a change."""
+"""Explains one node: its rule, its neighbours, and what would change it, at what cost.
+
+A change is the other precision, or the options under which the passes choose it.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from autoamp.analyse.ceiling import Root, promotes_to_low, root_of
-from autoamp.analyse.verdict import CEILING, Verdict
-from autoamp.errors import OptionError, PlacementError
-from autoamp.inspect.changes import (
-    Flip,
-    Remedy,
-    candidates,
-    contradiction,
-    flip,
-    remedy_for,
-)
-from autoamp.inspect.rows import Section
+from autoamp.analyse.pins import kept_by
+from autoamp.analyse.verdict import CEILING, GAVE_UP, Verdict
+from autoamp.errors import OptionError
+from autoamp.inspect.rows import Section, allow_in_fp32
 from autoamp.inspect.text import amount, bytes_text, counted, shorten
 from autoamp.messages import advice
+from autoamp.pass_options import PassOptions
+from autoamp.pipeline.run import placed_again
+from autoamp.place.mincut import Again
+from autoamp.place.problem import contradiction_of, held, promised_casts
+from autoamp.place.two_sides import Group
 from autoamp.rewrite.layouts import LAST
+from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rules import Category
 from autoamp.saved.rows import FP32, CastRow, OpRow
 
@@ -156,23 +161,18 @@ def _listed(title: str, items: list[str]) -> Iterator[str]:
 
 def _flipped(section: Section, row: OpRow) -> Iterator[str]:
     other = FP32 if row.is_low else section.low
-    problem, change = row.pinned, None
-    if not problem:
-        try:
-            change = flip(section.rewritten, row.name)
-        except PlacementError as error:
-            problem = contradiction(error)
-    if change is None:
+    change = row.pinned or Flips(section.rewritten).of(row.name)
+    if isinstance(change, str):
         if row.is_low:
-            yield f"  in {other}    cannot: {problem}"
+            yield f"  in {other}    cannot: {change}"
         else:
-            yield from _cannot(section, row, problem)
+            yield from _cannot(section, row, change)
         return
     yield f"  in {other}    {_price(section, change)}"
     if not row.is_low:
         remedy = remedy_for(section.rewritten, row.name)
         if remedy is not None:
-            yield f"             by {remedy.words}: {_predicted(section, remedy)}"
+            yield f"             by {remedy.words}: {_extra(section, remedy)}"
     indent = " " * 13
     appear, vanish = _casts(section, change.appear), _casts(section, change.vanish)
     yield from _listed(f"{indent}casts that would appear: ", appear)
@@ -191,7 +191,7 @@ def _cannot(section: Section, row: OpRow, why: str) -> Iterator[str]:
             tried = [" and ".join(w) for _, w in candidates(rewritten, row.name)]
             yield from _listed("             tried in vain: ", tried)
     else:
-        said = f"by {remedy.words}: {_predicted(section, remedy)}"
+        said = f"by {remedy.words}: {_extra(section, remedy)}"
         risk = risk_of(verdict)
         said += f"; {risk}" if risk else ""
         yield f"  in {section.low}    {said}"
@@ -204,10 +204,10 @@ def _cannot(section: Section, row: OpRow, why: str) -> Iterator[str]:
         yield f"  root       {root_text(section, root)}{''.join(passed)}"
 
 
-def _predicted(section: Section, remedy: Remedy) -> str:
+def _extra(section: Section, change: Flip | Remedy) -> str:
     in_bytes = section.rewritten.assignment.prices.in_bytes
     kind = "bytes kept" if in_bytes else "predicted time"
-    return f"{amount(remedy.extra, in_bytes, signed=True)} {kind}"
+    return f"{amount(change.extra, in_bytes, signed=True)} {kind}"
 
 
 def risk_of(verdict: Verdict) -> str:
@@ -241,10 +241,7 @@ def root_text(section: Section, root: Root) -> str:
 
 
 def _price(section: Section, change: Flip) -> str:
-    in_bytes, low = section.rewritten.assignment.prices.in_bytes, section.low
-    kind = "bytes kept" if in_bytes else "predicted time"
-    text = f"{amount(change.extra_estimate, in_bytes, signed=True)} {kind}"
-    more = change.extra_allow_in_fp32
+    text, low, more = _extra(section, change), section.low, change.more_in_fp32
     if more > 0:
         text += (
             f", and {counted(more, 'more allow op')} in fp32 "
@@ -278,3 +275,206 @@ def _unknown(section: Section, name: str, ops: list[str]) -> str:
         f"graph {section.key} has no node {name!r}; its {len(ops)} float ops are in "
         f"report.ops, the first: {some or 'none'}"
     )
+
+
+# -- the other precision, and its cost -------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Flip:
+    """The best placement in which some nodes are forced into a precision.
+
+    Attributes:
+        extra: cost above the placement in force, without rewards.
+        more_in_fp32: how many more allow ops would be in fp32.
+        appear, vanish: casts that would be added or removed, as (value, "down" or
+            "up"), in graph order.
+        along: other nodes that would change precision too, in graph order.
+    """
+
+    extra: int
+    more_in_fp32: int
+    appear: tuple[tuple[str, str], ...]
+    vanish: tuple[tuple[str, str], ...]
+    along: tuple[str, ...]
+
+
+class Flips:
+    """Solves the placement of one graph again; all flips share the solver's set-up."""
+
+    def __init__(self, rewritten: Rewritten) -> None:
+        self._rewritten = rewritten
+        assignment = rewritten.assignment
+        self._again = Again(assignment.problem)
+        self._casts = promised_casts(assignment.problem, assignment.low)
+        self._left = allow_in_fp32(rewritten, assignment.low)
+
+    def of(self, name: str) -> Flip | str:
+        """One node in its other precision, or why the constraints forbid that."""
+        return self.of_all((name,), low=name not in self._rewritten.assignment.low)
+
+    def of_all(self, names: Collection[str], *, low: bool) -> Flip | str:
+        """All nodes `names` in one precision, or the constraints that forbid it."""
+        assignment = self._rewritten.assignment
+        problem, prices = assignment.problem, assignment.prices
+        solution = self._again.held(names, at_source=low)
+        if solution is None:
+            error = contradiction_of(held(problem, names, low=low, why="asked for"))
+            chain = str(error).removeprefix("contradictory constraints: ")
+            # The last sentence is for authors of rules.
+            return chain.removesuffix(" Drop one of the two.")
+        placed = solution.source
+        extra = solution.cost - assignment.cost
+        more_left = allow_in_fp32(self._rewritten, placed) - self._left
+        after = promised_casts(problem, placed)
+        others = (assignment.low ^ placed).difference(names)
+        return Flip(
+            extra=extra - prices.reward * more_left,
+            more_in_fp32=more_left,
+            appear=tuple(c for c in after if c not in self._casts),
+            vanish=tuple(c for c in self._casts if c not in after),
+            along=tuple(n for n in assignment.decisions if n in others),
+        )
+
+
+class FlipsAlone:
+    """The cost of changing one op and nothing else, from the terms that name the op.
+
+    It is an upper bound on the cost of the flip (rewards included).
+    """
+
+    def __init__(self, rewritten: Rewritten) -> None:
+        assignment = rewritten.assignment
+        problem = assignment.problem
+        self._problem, self._low = problem, assignment.low
+        self._reward = assignment.prices.reward
+        self._verdicts = rewritten.classified.verdicts
+        self._groups: dict[str, list[Group]] = defaultdict(list)
+        for group in problem.groups:
+            for variable in dict.fromkeys((group.value, *group.readers)):
+                self._groups[variable].append(group)
+        self._tied = {v for a, b, _ in problem.ties if a != b for v in (a, b)}
+        self._follows: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        for reader, value, _ in problem.follows:
+            self._follows[reader].append((reader, value))
+            self._follows[value].append((reader, value))
+
+    def of(self, name: str) -> tuple[int, int] | None:
+        """The cost without rewards, and how many more allow ops would be in fp32.
+
+        None where the op cannot change alone.
+        """
+
+        def after(variable: str) -> bool:
+            return (variable in self._low) != (variable == name)
+
+        if name in self._tied or any(
+            after(reader) and not after(value) for reader, value in self._follows[name]
+        ):
+            return None
+        prices = self._problem.unary[name]
+        extra = prices[after(name)] - prices[name in self._low]
+        for group in self._groups[name]:
+            cost = cast_cost(group, after)
+            if cost is None:
+                return None
+            extra += cost - (cast_cost(group, self._low.__contains__) or 0)
+        more = 0
+        if self._verdicts[name].category is Category.ALLOW:
+            more = 1 if name in self._low else -1
+        return extra - self._reward * more, more
+
+
+def cast_cost(group: Group, is_low: Callable[[str], bool]) -> int | None:
+    """The cost of the cast that a labelling needs in a group; None if forbidden.
+
+    The source side of the problem is low (`place/problem.py`).
+    """
+    if is_low(group.value):
+        return group.to_sink if any(not is_low(r) for r in group.readers) else 0
+    return group.to_source if any(is_low(r) for r in group.readers) else 0
+
+
+# -- options ---------------------------------------------------------------------------
+
+_Change: TypeAlias = tuple[dict[str, Any], list[str]]
+"""Options to change, and the words for the change."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Options under which the passes make one node low, and their effect.
+
+    Attributes:
+        words: the options, written as the present options were: keywords or variables.
+        extra: the predicted cost above that of the present placement, without rewards.
+        along: other nodes that would change precision too, in graph order.
+    """
+
+    words: str
+    extra: int
+    along: tuple[str, ...]
+
+
+def remedy_for(rewritten: Rewritten, name: str) -> Remedy | None:
+    """The fewest options under which fp32 node `name` is low, tried; or None."""
+    verdicts, given = rewritten.classified.verdicts, rewritten.options
+    given_up = {n: v.reason for n, v in verdicts.items() if v.origin == GAVE_UP}
+    for changes, words in candidates(rewritten, name):
+        try:
+            found = placed_again(rewritten, given.replace(**changes), given_up)
+        except Exception:  # noqa: BLE001, S112  # options that fail are no remedy
+            continue
+        low = found.assignment.low
+        if name in low:
+            changed = (rewritten.assignment.low ^ low) - {name}
+            return Remedy(
+                words=" and ".join(words),
+                extra=_estimate(found) - _estimate(rewritten),
+                along=tuple(n for n in found.facts.nodes if n in changed),
+            )
+    return None
+
+
+def _estimate(rewritten: Rewritten) -> int:
+    """The predicted cost of a placement, without rewards."""
+    placed = rewritten.assignment
+    return placed.cost - placed.prices.reward * allow_in_fp32(rewritten, placed.low)
+
+
+def candidates(rewritten: Rewritten, name: str) -> Iterator[_Change]:
+    """Options to try, the fewest changes first; each with the words for it."""
+    options = rewritten.options or PassOptions()
+    fact = rewritten.facts.nodes[name]
+    op = fact.base.removeprefix("aten::")
+    first: dict[str, Any] = {}  # user options that hold the op in fp32 come off first
+    said: list[str] = []
+    for option, dropped in (
+        ("keep", [k for k in options.keep if kept_by([k], fact.modules)]),
+        # A user may list an op with its namespace and its overload.
+        ("deny", [d for d in options.deny if _bare(d) == op]),
+    ):
+        if dropped:
+            given = getattr(options, option)
+            first[option] = tuple(each for each in given if each not in dropped)
+            said.append(f"leaving out {options.advice(option, dropped)}")
+    allow = [*options.allow, op]
+    named: _Change = {"allow": tuple(allow)}, [options.advice("allow", allow)]
+    forced: _Change = {"do_no_harm": False}, [options.advice("do_no_harm", False)]
+    allowed = rewritten.classified.verdicts[name].category is Category.ALLOW
+    can_allow = bool(op) and not allowed  # `allow=` cannot name a branch or a loop
+    steps: list[list[_Change]] = [[]] if first else []
+    steps += [[named]] * can_allow
+    if options.do_no_harm:
+        steps += [[forced]]
+        steps += [[named, forced]] * can_allow
+    for step in steps:
+        changes, words = dict(first), []
+        for change, text in step:
+            changes |= change
+            words += text
+        yield changes, words + said
+
+
+def _bare(listed: str) -> str:
+    return listed.rpartition("::")[2].partition(".")[0]

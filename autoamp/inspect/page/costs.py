@@ -4,42 +4,17 @@ For an exact cost the placement is solved again: for all ops of a graph of 3 000
 that would take minutes.  So the ops that move most bytes get the exact cost; every
 other op gets an upper bound, the cost of changing that op alone.
 
-The keys of an op are `flip`, `root` and `remedy`.  `flip` has `to`, the other
-precision, and a `kind`:
+An op has a `flip`, whose `kind` is "exact", "bound" (`extra` and `more_allow_in_fp32`
+are those of a change of this op alone, so that the least cost is no higher, rewards
+included), "never" (`why` is the reason) or "unknown" (the op cannot change alone, and
+the exact cost was not affordable).  It has a `root` where type promotion leaves it
+fp32: the node at the far end of the chain, a sentence on it, and the `chain` to the op.
+And it has a `remedy` where options were tried; its `words` are "" where none of those
+`tried` makes the op low.
 
-- "exact": `extra` is the cost above the placement in force, without rewards (in the
-  unit of the section); `more_allow_in_fp32`; the casts that would `appear` and
-  `vanish`, each as [value, dtype]; and the other ops that would change `along`;
-- "bound": `extra` and `more_allow_in_fp32` for a change of this op alone, so that the
-  least cost is no higher (rewards included);
-- "never": the op cannot have the other precision; `why` is the reason;
-- "unknown": the op cannot change alone, and the exact cost was not affordable.
-
-`root` is null, or has, for an op that type promotion leaves fp32,
-
-- `node`: the index of the node at the root of the chain;
-- `said`: a sentence on that node;
-- `chain`: indices of the nodes from the root to the op.
-
-`remedy` is null where no option was tried, or has
-
-- `words`: the options, "" where no option makes the op low;
-- `tried`: where no option makes the op low, the options that were tried;
-- `extra`: the predicted cost above the cost of the present placement;
-- `along`: the number of other nodes that would change;
-- `risk`: the risk of the options, or "".
-
-The costs of a box have the keys
-
-- `fp32`, `placed`: the cost of its ops in fp32, and as placed with the casts before
-  them;
-- `keep`: the cost of all its ops in fp32; null where no op is low;
-- `lower`: the cost of all its ops low, but for ops that must be fp32; null where no op
-  would change.
-
-`keep` and `lower` have `extra`, the cost above the cost of the present placement, the
-number of `ops` that change, and `why`: the reason where the change is impossible
-(`extra` is then null).
+A box has the cost of its ops in `fp32` and as `placed`, with the casts before them; and
+what it would cost to `keep` all its ops in fp32, or to `lower` those that may be low;
+null where no op would change.  `extra` is null where `why` forbids it.
 """
 
 from __future__ import annotations
@@ -49,18 +24,18 @@ from typing import Any
 
 from autoamp.analyse.ceiling import promotes_to_low, root_of
 from autoamp.analyse.verdict import CEILING
-from autoamp.errors import PlacementError
-from autoamp.inspect.changes import (
+from autoamp.inspect.page.drawing import Box
+from autoamp.inspect.rows import Section
+from autoamp.inspect.why import (
+    Flip,
     Flips,
     FlipsAlone,
     candidates,
     cast_cost,
-    contradiction,
     remedy_for,
+    risk_of,
+    root_text,
 )
-from autoamp.inspect.page.drawing import Box
-from autoamp.inspect.rows import Section
-from autoamp.inspect.why import risk_of, root_text
 from autoamp.saved.rows import FP32, OpRow
 
 MOST_WORK = 100_000
@@ -86,53 +61,42 @@ def changes_of(
         index: the place of each node on the page.
         work: the nodes of all graphs that the page shows, times their number.
     """
-    flips = flips_of(section, solver, MOST_WORK // work)
-    roots = _roots(section, index)
-    remedies = remedies_of(section, MOST_TRIES // work)
-    return {
-        name: {"flip": f, "root": roots.get(name), "remedy": remedies.get(name)}
-        for name, f in flips.items()
-    }
-
-
-def flips_of(section: Section, solver: Flips, most: int) -> dict[str, dict[str, Any]]:
-    """Each op to the cost of its other precision; at most `most` costs are exact."""
     free = [row for row in section.ops if not row.pinned]
-    first = sorted(free, key=lambda row: -row.bytes)[:most]
+    first = sorted(free, key=lambda row: -row.bytes)[: MOST_WORK // work]
     exact = {row.name for row in first}
     alone = FlipsAlone(section.rewritten)
+    roots, remedies = _roots(section, index), _remedies(section, MOST_TRIES // work)
     found = {}
     for row in section.ops:
-        if row.pinned:
-            entry = {"kind": "never", "why": row.pinned}
-        elif row.name in exact:
-            entry = _exact(section, solver, row.name)
-        else:
-            entry = _bound(alone.of(row.name))
-        found[row.name] = {"to": FP32 if row.is_low else section.low, **entry}
+        name = row.name
+        made = row.pinned or (solver.of(name) if name in exact else alone.of(name))
+        flip = {"to": FP32 if row.is_low else section.low, **_flip(section, made)}
+        found[name] = {
+            "flip": flip,
+            "root": roots.get(name),
+            "remedy": remedies.get(name),
+        }
     return found
 
 
-def _exact(section: Section, solver: Flips, name: str) -> dict[str, Any]:
-    try:
-        found = solver.of(name)
-    except PlacementError as error:
-        return {"kind": "never", "why": contradiction(error)}
+def _flip(
+    section: Section, found: Flip | tuple[int, int] | str | None
+) -> dict[str, Any]:
+    if found is None:
+        return {"kind": "unknown"}
+    if isinstance(found, str):
+        return {"kind": "never", "why": found}
+    if isinstance(found, tuple):
+        return {"kind": "bound", "extra": found[0], "more_allow_in_fp32": found[1]}
     dtypes = {"up": FP32, "down": section.low}
     return {
         "kind": "exact",
-        "extra": found.extra_estimate,
-        "more_allow_in_fp32": found.extra_allow_in_fp32,
+        "extra": found.extra,
+        "more_allow_in_fp32": found.more_in_fp32,
         "appear": [[value, dtypes[way]] for value, way in found.appear],
         "vanish": [[value, dtypes[way]] for value, way in found.vanish],
         "along": list(found.along),
     }
-
-
-def _bound(alone: tuple[int, int] | None) -> dict[str, Any]:
-    if alone is None:
-        return {"kind": "unknown"}
-    return {"kind": "bound", "extra": alone[0], "more_allow_in_fp32": alone[1]}
 
 
 def _roots(section: Section, index: Mapping[str, int]) -> dict[str, dict[str, Any]]:
@@ -155,7 +119,7 @@ def _roots(section: Section, index: Mapping[str, int]) -> dict[str, dict[str, An
     return found
 
 
-def remedies_of(section: Section, most: int) -> dict[str, dict[str, Any]]:
+def _remedies(section: Section, most: int) -> dict[str, dict[str, Any]]:
     """Each op in fp32 to the option that would lower it, by at most `most` pass runs.
 
     The op of each kind that takes most time is tried first.  An option that also lowers
@@ -228,8 +192,10 @@ def costs_of_boxes(
             changed, entry[key] = sum(row.is_low != low for row in free), None
             if changed and most > 0:
                 most -= 1
-                names = [row.name for row in free]
-                entry[key] = {"ops": changed, **_cost_of_all(solver, names, low=low)}
+                change = solver.of_all([row.name for row in free], low=low)
+                why = change if isinstance(change, str) else ""
+                extra = None if isinstance(change, str) else change.extra
+                entry[key] = {"ops": changed, "extra": extra, "why": why}
         found.append(entry)
     return found
 
@@ -246,11 +212,3 @@ def _casts(section: Section, box_of: Mapping[str, int]) -> list[tuple[int, int]]
             homes = [box_of[n] for n in (*readers, group.value) if n in box_of]
             found.append((homes[0] if homes else 0, cost))
     return found
-
-
-def _cost_of_all(solver: Flips, names: Sequence[str], *, low: bool) -> dict[str, Any]:
-    try:
-        change = solver.of_all(names, low=low)
-    except PlacementError as error:
-        return {"extra": None, "why": contradiction(error)}
-    return {"extra": change.extra_estimate, "why": ""}

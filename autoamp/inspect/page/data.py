@@ -1,61 +1,45 @@
-"""The data of the page, which the page holds as JSON.
+"""The page of a report: its data, which the page holds as JSON, and the one HTML file.
 
-The data have the keys
+Names and source lines of users reach the page as JSON only.  No text inside the data
+can end the element that holds the data, because every `<` is written as an escape.  The
+page's content security policy names the page's own scripts by their hashes, so that no
+other script runs.
 
-- `schema`, `version`, `model`, `compute_dtype`, `runs`, `explained_for`;
-- `dtypes`: the names of the dtypes, `high` ("fp32") and the list `low` ("fp16", ...);
-- `answers`: the answers of `print(report)`, in the same words and figures:
+Of the keys of the data, those that do not explain themselves are
 
-  - `runs_low`: sentences on the ops in low precision, the casts and the graphs;
-  - `gains`: null where nothing was converted, else `title`, `columns`, `rows` (a name
-    and one text for each column), `sentence`, `footnote` ("" without rows) and `error`;
-  - `figures`: for "before" and "after" the pass the main figures, each with `value`,
-    `title` and `note`;
-  - `next`: sentences on what to do next;
+- `answers`: the answers of `print(report)`, in the same words and figures; `gains` is
+  null where nothing was converted;
+- `budget`: null without a budget for error; `points` and `marks` have their `share` of
+  fp32's time, and `chosen` is the place of the chosen point;
+- `graphs`: one entry per captured graph and per body, whose `key` is "0" or "0/body_0";
+  wherever it names a node, it has the index of the node in its `nodes`:
 
-- `budget`: null without a budget for error, else `sentences`, `limits` by measure,
-  `points` and `marks` (each with `share` of fp32's time, `errors`, `low` and `name`),
-  and `chosen`, the place of the chosen point;
-- `skipped`: the parts that were not converted, each with `what` and `why`;
-- `graphs`: one entry per captured graph and per body, each with
-
-  - `key` ("0", "0/body_0"), `title`, `compute_dtype`;
-  - `groups`: the boxes, each with `path`, `label`, `parent` (an index, -1 for none) and
-    `is_part`, and `costs` as `costs.py` describes them; a parent stands before its
-    children;
-  - `nodes`: one entry per node, in graph order, with `name`, `kind` ("op", "cast",
-    "weight", "input", "constant", "state", "body", "use", "output"), `op`, `title`,
-    `group` (an index), `module`, `source`, `before` and `after` (null in a graph that
-    lacks the node, else `operands` as indices, `values` as "bf16 [2, 8]", and
-    `precision`), `decision` (null, or category, precision, rule, origin, reason,
-    heading, listed, bytes, and `flip`, `root` and `remedy` as `costs.py` describes
-    them), `cast` (null, or kind, value, dtype, bytes, every_call, compiled as `CastRow`
-    describes it), `note` (for a node without a decision, a sentence that begins behind
-    its subject, the node), `body` (the key of the body that the node names, or "") and
-    `is_plumbing` (whether the node is a running statistic or a counter, which is hidden
-    at first);
-  - `islands`: connected fp32 ops, with `nodes`, `decided_by` (indices), `reasons`,
-    `modules`, `bytes`, `casts` and `is_between`;
-  - `tables`: `ops`, per category the number of ops in `low` precision and in `fp32`,
-    with the `meaning` of the category; `casts`, per kind and dtype the `count` and the
-    `bytes`, and whether the casts run at `every_call`; `placements`, the predicted cost
-    of each: `title`, `estimate`, `extra` (against the placement in force) and
-    `allow_in_fp32`; `unit` ("0.1 ns" or "bytes"), `device`, `cost`, `optimal_cost`,
-    `has_reward`; and `stayed`, the reasons for fp32 in the order of `print(report)`,
-    each with the `nodes` (indices) and their `cost`, a text.
+  - `groups`: the boxes, parents before children; `parent` is an index, -1 for none;
+  - `nodes`: in graph order; `before` and `after` are null in a graph that lacks the
+    node; a node without a `decision` has a `note`, a sentence that begins behind its
+    subject, the node; `body` is the key of the body that a node names, or ""; what
+    `is_plumbing` is hidden at first;
+  - `tables`: the figures of the graph; `placements` have the predicted cost of each,
+    and what it is `extra` to the placement in force.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import html
+import json
 import math
-from collections import Counter, defaultdict
+import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 from typing import Any
 
 from autoamp.dtypes import LOW_DTYPES
-from autoamp.inspect.changes import Flips
 from autoamp.inspect.figures import Document, Headline, Island, stayed_groups
 from autoamp.inspect.findings import ERROR, FOOTNOTE, WAYS, gains_of, runs_low
 from autoamp.inspect.page.costs import changes_of, costs_of_boxes
@@ -69,8 +53,9 @@ from autoamp.inspect.text import (
     seconds_text,
     shorten,
 )
-from autoamp.inspect.why import MEANINGS
+from autoamp.inspect.why import MEANINGS, Flips
 from autoamp.place.frontier import Frontier, Point
+from autoamp.printable import printable_line
 from autoamp.saved.rows import FP32, CastRow, OpRow
 
 SCHEMA = "autoamp.page"
@@ -122,15 +107,15 @@ def _answers(report: Document, advice: Sequence[str]) -> dict[str, Any]:
     if low is None:
         return _no_answers(advice)
     found = report.headline
-    gains = gains_of(found, low)
+    title, rows, sentence = gains_of(found, low)
     return {
         "runs_low": [*runs_low(report, low)],
         "gains": {
-            "title": gains.title,
+            "title": title,
             "columns": list(WAYS),
-            "rows": [list(row) for row in gains.rows],
-            "sentence": gains.sentence,
-            "footnote": FOOTNOTE if gains.rows else "",
+            "rows": [list(row) for row in rows],
+            "sentence": sentence,
+            "footnote": FOOTNOTE if rows else "",
             "error": ERROR,
         },
         "figures": {"before": _before(found), "after": _after(found)},
@@ -253,36 +238,31 @@ def _decision(row: OpRow) -> dict[str, Any]:
 
 
 def _island(island: Island, index: Mapping[str, int]) -> dict[str, Any]:
+    keys = ("reasons", "modules", "bytes", "casts", "is_between")
     return {
         "nodes": [index[name] for name in island.ops],
         "decided_by": [index[name] for name in island.decided_by],
-        "reasons": list(island.reasons),
-        "modules": list(island.modules),
-        "bytes": island.bytes,
-        "casts": island.casts,
-        "is_between": island.is_between,
+        **{key: getattr(island, key) for key in keys},
     }
 
 
 def _tables(section: Section, index: Mapping[str, int]) -> dict[str, Any]:
     costs = section.costs
     ours = costs.ours
-    counts = Counter((row.category, row.is_low) for row in section.ops)
     return {
         "ops": [
-            {"category": c, "meaning": meaning, "low": counts[c, True], "fp32": high}
-            for c, meaning in MEANINGS.items()
-            if (high := counts[c, False]) or counts[c, True]
+            {"category": c, "meaning": MEANINGS[c], "low": low, "fp32": high}
+            for c, low, high in section.categories
         ],
         "casts": _casts(section.casts),
         "placements": [
             {
                 "title": title,
-                "estimate": costs.placements[name].estimate,
-                "extra": costs.placements[name].estimate - ours.estimate,
-                "allow_in_fp32": costs.placements[name].allow_in_fp32,
+                "estimate": each.estimate,
+                "extra": each.estimate - ours.estimate,
+                "allow_in_fp32": each.allow_in_fp32,
             }
-            for name, title in costs.titles.items()
+            for title, each in costs.titled
         ],
         "unit": costs.unit,
         "device": costs.device,
@@ -304,13 +284,76 @@ def _casts(casts: Sequence[CastRow]) -> list[dict[str, Any]]:
     sizes: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
     for row in casts:
         sizes[row.kind, row.dtype, row.every_call].append(row.bytes)
+    keys = ("kind", "dtype", "every_call")
     return [
-        {
-            "kind": kind,
-            "dtype": dtype,
-            "every_call": every_call,
-            "count": len(found),
-            "bytes": sum(found),
-        }
-        for (kind, dtype, every_call), found in sorted(sizes.items())
+        {**dict(zip(keys, key, strict=True)), "count": len(found), "bytes": sum(found)}
+        for key, found in sorted(sizes.items())
     ]
+
+
+# -- the file --------------------------------------------------------------------------
+
+SCRIPTS = (
+    "data.js",
+    "text.js",
+    "layout.js",
+    "columns.js",
+    "stretch.js",
+    "draw.js",
+    "view.js",
+    "state.js",
+    "panel.js",
+    "module.js",
+    "budget.js",
+    "overview.js",
+    "search.js",
+    "keys.js",
+    "start.js",
+)
+"""The script files, in order; together they are one script."""
+
+_SLOT = re.compile(r"\{\{(\w+)\}\}")
+
+
+def page_of(report: Document, advice: Callable[[], Sequence[str]]) -> str:
+    """The page: the template, style and script files, and the data."""
+    data = data_of(report, advice)
+    folder = files(__package__)
+    library = _text(folder / "vendor" / "dagre.min.js")
+    parts = [_text(folder / "script" / name) for name in SCRIPTS]
+    script = '(() => {\n"use strict";\n' + "\n".join(parts) + "})();\n"
+    style = _text(folder / "template" / "style.css")
+    slots = {
+        "title": html.escape(f"autoamp: {printable_line(data['model'], 200)}"),
+        "policy": _policy([library, script], [style]),
+        "style": style,
+        "library": library,
+        "script": script,
+        "data": _as_data(data),
+    }
+    template = _text(folder / "template" / "page.html")
+    # One walk over the template, so that no slot is looked for inside the data.
+    return _SLOT.sub(lambda found: slots[found[1]], template)
+
+
+def _as_data(data: dict[str, Any]) -> str:
+    """`data` as JSON that may stand inside a `script` element."""
+    text = json.dumps(data, ensure_ascii=True, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _text(file: Traversable) -> str:
+    return file.read_text(encoding="utf-8")
+
+
+def _policy(scripts: list[str], styles: list[str]) -> str:
+    """The content security policy: nothing is loaded, and only these texts run."""
+    return (
+        "default-src 'none'; base-uri 'none'; form-action 'none'; "
+        f"script-src {_hashes(scripts)}; style-src {_hashes(styles)}"
+    )
+
+
+def _hashes(texts: list[str]) -> str:
+    digests = (hashlib.sha256(text.encode()).digest() for text in texts)
+    return " ".join(f"'sha256-{base64.b64encode(d).decode()}'" for d in digests)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, zip_longest
+from itertools import groupby, takewhile, zip_longest
 from operator import itemgetter
 from typing import Any
 
@@ -95,7 +95,9 @@ class Drawing:
         for name in reversed(names):
             own = calls[name]
             behind = [reader for reader in readers[name] if reader in homes]
-            homes[name] = _common([homes[r] for r in behind]) if own is None else own
+            together = zip(*(homes[reader] for reader in behind), strict=False)
+            same = takewhile(lambda step: len({*step}) == 1, together)
+            homes[name] = tuple(step[0] for step in same) if own is None else own
             # Weights and casts are drawn just before a reader.
             late = self._kinds[name] in _LATE and behind
             place[name] = min(place[r] for r in behind) if late else self.index[name]
@@ -241,10 +243,8 @@ def _plumbing_of(nodes: Sequence[fx.Node], ops: Container[str]) -> frozenset[str
     A batch norm in training writes its running mean and variance, and counts its calls.
     ResNet-50 has 159 such buffers, none of which has a precision to be decided.
     Plumbing is the running statistics of normalizations, and each node whose result
-    reaches neither a float op nor the output, except float ops and unread inputs.
-
-    Args:
-        ops: the names of the float ops.
+    reaches neither a float op (`ops`) nor the output, except float ops and unread
+    inputs.
     """
     found: set[str] = set()
     for node in reversed(nodes):
@@ -280,10 +280,7 @@ def _by_call(
 ) -> dict[str, _Path | None]:
     """The module path of each node, with the number of the call where needed.
 
-    Args:
-        modules: every node, in graph order, to the module that called the node, or
-            None.
-        operands: node to the nodes that it reads.
+    `modules` has every node, in graph order, and None where no module called it.
     """
     paths = {
         name: tuple(module.split(".")) if module else ()
@@ -329,28 +326,13 @@ def _loops(
     return False
 
 
-def _common(paths: Sequence[_Path]) -> _Path:
-    """The longest path that all of `paths` begin with."""
-    if not paths:
-        return ()
-    first, last = min(paths), max(paths)
-    same = 0
-    while same < min(len(first), len(last)) and first[same] == last[same]:
-        same += 1
-    return first[:same]
-
-
 def _tree_of(
     homes: Mapping[str, _Path], order: Sequence[str], label: str
 ) -> tuple[list[Box], dict[str, int]]:
     """The boxes, parents before children, and the index of the box of each node.
 
-    A module whose only content is one module shares a box with that module.
-
-    Args:
-        homes: the module path of each node.
-        order: the nodes in the order in which they are drawn.
-        label: the text of the outermost box.
+    A module whose only content is one module shares a box with that module; `label` is
+    the text of the outermost box.
     """
     nodes: dict[_Path, list[str]] = defaultdict(list)
     children: dict[_Path, dict[_Path, None]] = defaultdict(dict)
@@ -378,7 +360,6 @@ def _tree_of(
 
 
 def _label(path: _Path) -> str:
-    """A path as it is shown: `relu, call 2`."""
     return ".".join(path).replace(_CALL, ", call ")
 
 

@@ -43,19 +43,6 @@ def versions() -> list[tuple[str, str]]:
     return found
 
 
-def made_with() -> list[tuple[str, str]]:
-    """The versions that decide a placement, torch's without the name of its build.
-
-    The builds of one version for CPU and for CUDA place alike, so a report that both of
-    them wrote is the same to the byte.
-    """
-    try:
-        own = metadata.version("autoamp")
-    except metadata.PackageNotFoundError:  # run from a copy that is not installed
-        own = "unknown"
-    return [("torch", str(torch.__version__).partition("+")[0]), ("autoamp", own)]
-
-
 def devices() -> list[tuple[str, list[str]]]:
     """Each device, with a sentence per low dtype: whether it is fast, or why not."""
     found = [(device_name(torch.device("cpu")), [_on_cpu(row) for row in LOW_TABLE])]
