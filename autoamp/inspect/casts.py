@@ -32,7 +32,6 @@ from autoamp.graph_functions import (
 from autoamp.inspect.rows import Section
 from autoamp.inspect.text import bytes_text, counted
 from autoamp.kernels.functions.rotary import rotary
-from autoamp.pass_options import PassOptions
 from autoamp.rewrite.emitted import CAST_KIND, TOGETHER, USES, WEIGHT_PATH
 from autoamp.rewrite.layouts import LAST
 from autoamp.saved.rows import CastRow
@@ -231,7 +230,7 @@ def compiled_text(sections: Sequence[Section]) -> Iterator[str]:
         names = [cast.name for cast in unrounded(told)]
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         at = f" (at {', '.join(names[:2])}{more})" if names else ""
-        options = told[0].rewritten.options or PassOptions()
+        options = told[0].rewritten.options
         way = f"{options.advice('exact_casts', True)} has it round"
         if options.exact_casts:
             way = UNABLE

@@ -373,11 +373,8 @@ def _own_options(report: Document) -> Iterator[str]:
 
 def is_users_choice(section: Section, row: OpRow) -> bool:
     """Whether `keep=` or another option of the user's holds an op in fp32."""
-    options = section.rewritten.options
-    if options is None:
-        return False
     modules = section.rewritten.facts.nodes[row.name].modules
-    kept = kept_by(options.keep, modules) is not None
+    kept = kept_by(section.rewritten.options.keep, modules) is not None
     return kept or row.origin.endswith("=")
 
 

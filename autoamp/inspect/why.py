@@ -18,7 +18,6 @@ from autoamp.errors import OptionError
 from autoamp.inspect.rows import Section, allow_in_fp32
 from autoamp.inspect.text import amount, bytes_text, counted, shorten
 from autoamp.messages import advice
-from autoamp.pass_options import PassOptions
 from autoamp.pipeline.run import placed_again
 from autoamp.place.mincut import Again
 from autoamp.place.problem import contradiction_of, held, promised_casts
@@ -187,9 +186,8 @@ def _cannot(section: Section, row: OpRow, why: str) -> Iterator[str]:
     remedy = remedy_for(rewritten, row.name)
     if remedy is None:
         yield f"  in {section.low}    cannot: {why}"
-        if rewritten.options is not None:
-            tried = [" and ".join(w) for _, w in candidates(rewritten, row.name)]
-            yield from _listed("             tried in vain: ", tried)
+        tried = [" and ".join(w) for _, w in candidates(rewritten, row.name)]
+        yield from _listed("             tried in vain: ", tried)
     else:
         said = f"by {remedy.words}: {_extra(section, remedy)}"
         risk = risk_of(verdict)
@@ -418,11 +416,13 @@ class Remedy:
 
 def remedy_for(rewritten: Rewritten, name: str) -> Remedy | None:
     """The fewest options under which fp32 node `name` is low, tried; or None."""
-    verdicts, given = rewritten.classified.verdicts, rewritten.options
+    verdicts = rewritten.classified.verdicts
     given_up = {n: v.reason for n, v in verdicts.items() if v.origin == GAVE_UP}
     for changes, words in candidates(rewritten, name):
         try:
-            found = placed_again(rewritten, given.replace(**changes), given_up)
+            found = placed_again(
+                rewritten, rewritten.options.replace(**changes), given_up
+            )
         except Exception:  # noqa: BLE001, S112  # options that fail are no remedy
             continue
         low = found.assignment.low
@@ -444,7 +444,7 @@ def _estimate(rewritten: Rewritten) -> int:
 
 def candidates(rewritten: Rewritten, name: str) -> Iterator[_Change]:
     """Options to try, the fewest changes first; each with the words for it."""
-    options = rewritten.options or PassOptions()
+    options = rewritten.options
     fact = rewritten.facts.nodes[name]
     op = fact.base.removeprefix("aten::")
     first: dict[str, Any] = {}  # user options that hold the op in fp32 come off first

@@ -121,17 +121,21 @@ def diff(old: SavedReport, new: SavedReport) -> Diff:
     """
     pairs = [*_paired_graphs(old.graphs, new.graphs)]
     found = [diff_graphs(a, b) for a, b in pairs if a is not None and b is not None]
+
+    def together(name: str) -> tuple[Any, ...]:
+        return tuple(itertools.chain(*(getattr(each, name) for each in found)))
+
     return Diff(
         old=old.path,
         new=new.path,
         models=(old.model, new.model),
         compute_dtypes=(old.compute_dtype, new.compute_dtype),
         same=sum(each.same for each in found),
-        changed=tuple(op for each in found for op in each.changed),
-        appeared=tuple(op for each in found for op in each.appeared),
-        vanished=tuple(op for each in found for op in each.vanished),
-        casts_added=tuple(cast for each in found for cast in each.casts_added),
-        casts_removed=tuple(cast for each in found for cast in each.casts_removed),
+        changed=together("changed"),
+        appeared=together("appeared"),
+        vanished=together("vanished"),
+        casts_added=together("casts_added"),
+        casts_removed=together("casts_removed"),
         graphs_appeared=tuple(b.key for a, b in pairs if a is None and b is not None),
         graphs_vanished=tuple(a.key for a, b in pairs if b is None and a is not None),
     )
@@ -240,11 +244,9 @@ def _cast_keys(
 ) -> list[Hashable]:
     """A key for each cast of a graph, equal for casts that correspond.
 
-    A cast is identified by the op whose result is cast, or by the weight's name.  Names
-    of other inputs shift, so the cast of another input is identified by its size.
-
-    Args:
-        new_names: each op to its name in the new report, or None.
+    A cast is identified by the op whose result is cast, under its name in the new
+    report, or by the name of the weight.  Names of other inputs shift, so the cast of
+    another input is identified by its size.
     """
     keys: list[Hashable] = []
     for cast in graph.casts:

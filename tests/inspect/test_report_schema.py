@@ -156,10 +156,6 @@ def test_the_reward_for_low_ops_is_no_cost_of_theirs() -> None:
         assert forced["ops"][0][key] == priced["ops"][0][key] > 0
 
 
-def test_the_document_names_the_version() -> None:
-    assert f"`version` is {json.loads(reports()[1].to_json())['version']}." in text()
-
-
 # -- nothing of one machine ---------------------------------------------------------
 
 

@@ -93,11 +93,6 @@ def test_modules_that_were_renamed_keep_their_ops() -> None:
     assert changes(saved(ops), saved(some)) == [("linear_3", "linear_3", "fp32")]
 
 
-def test_another_compute_dtype_changes_every_low_op() -> None:
-    found = diff(saved(layers(2)), saved(layers(2, "fp16")))
-    assert len(found.changed) == 6
-
-
 def test_casts_added_and_removed() -> None:
     ops = layers(3)
     kept = cast("h_0_weight", "weight")
@@ -110,15 +105,6 @@ def test_casts_added_and_removed() -> None:
     found = diff(old, new)
     assert [each.value for each in found.casts_added] == ["h_2_weight", "add_1"]
     assert [each.value for each in found.casts_removed] == ["h_1_weight", "input_0"]
-
-
-def test_the_cast_of_an_op_that_vanished_is_removed() -> None:
-    ops = layers(2)
-    old = saved([*ops, ("exp", "", "fp32")], casts=(cast("exp", size=8),))
-    new = saved(ops, casts=(cast("input_7", size=8),))
-    found = diff(old, new)
-    assert [each.value for each in found.casts_removed] == ["exp"]
-    assert [each.value for each in found.casts_added] == ["input_7"]
 
 
 def test_graphs_appear_vanish_and_move() -> None:
@@ -139,12 +125,6 @@ def test_an_unrolled_loop_is_compared_in_seconds() -> None:
     assert time.process_time() - start < 20
     assert [op.name for op in found.appeared] == ["exp"]
     assert len(found.changed) == 1
-
-
-def test_differences_are_plain_values() -> None:
-    found = diff(saved(layers(2)), saved(layers(2, "fp32"))).to_dict()
-    assert json.loads(json.dumps(found))["changed"][0]["new"]["precision"] == "fp32"
-    assert (found["schema"], found["version"]) == ("autoamp.diff", 1)
 
 
 # -- files -----------------------------------------------------------------------------
@@ -253,22 +233,6 @@ def call(*arguments: str | Path) -> Result:
 def put(path: Path, report: SavedReport) -> Path:
     path.write_text(text(report))
     return path
-
-
-def test_the_command_shows_what_changed(tmp_path: Path) -> None:
-    ops = layers(3)
-    old = put(tmp_path / "a.json", saved(ops, casts=(cast("input_0"),)))
-    other = [*ops[:3], ("linear", "h.1", "fp32"), *ops[4:], ("exp", "[red]h", "fp32")]
-    new = put(tmp_path / "b.json", saved(other, casts=(cast("exp"),)))
-    result = call(old, new)
-    assert (result.exit_code, result.stderr) == (1, "")
-    shown = " ".join(result.stdout.split())
-    assert (
-        "1 op of 9 changed precision; 1 appeared, 0 vanished; casts: 1 added, 1 removed"
-    ) in shown
-    assert "0 linear_1 h.1 bf16 → fp32 a reason for fp32 net.py:4: y =" in shown
-    assert "Ops that appeared graph op module precision source 0 exp [red]h" in shown
-    assert "Casts removed graph value kind to bytes 0 input_0 down bf16 64" in shown
 
 
 def test_the_commands_exit_status(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from torch import nn
 import autoamp
 from autoamp.auto import environment
 from autoamp.errors import LockError, OptionError
-from autoamp.options import Options
 from autoamp.saved.load import load
 from tests.logs import warned
 from tests.small_models import BF16, Of
@@ -165,15 +164,6 @@ def test_only_the_first_differences_are_told(
     assert "; and 6 more." in text
 
 
-def test_two_graphs_that_differ_are_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    lock = lock_of(Broken(), tmp_path / "a.json")
-    run(Broken(), lock, keep="*")
-    (text,) = warned(caplog)
-    assert "graph 0 of Broken is not placed" in text
-
-
 @pytest.mark.thorough
 def test_graphs_that_are_alike_are_held_in_order_of_capture(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -320,14 +310,6 @@ def test_a_missing_or_malformed_lock_is_refused_when_given(tmp_path: Path) -> No
             autoamp.convert(model, lock=given)  # type: ignore[arg-type]
         assert "lock=" in str(caught.value)
         assert not autoamp.is_converted(model)
-
-
-def test_the_file_is_read_once(lock: str) -> None:
-    options = Options(lock=lock)
-    Path(lock).unlink()
-    assert options.replace(strict=True).locked == options.locked
-    assert options.locked is not None
-    assert options.locked.model == "Net"
 
 
 def test_rewrite_has_no_lock(lock: str) -> None:

@@ -126,8 +126,6 @@ def _remedies(section: Section, most: int) -> dict[str, dict[str, Any]]:
     other ops of the same kind is their remedy too.
     """
     rewritten = section.rewritten
-    if rewritten.options is None:
-        return {}
     found: dict[str, dict[str, Any]] = {}
     high = [row for row in section.ops if not row.is_low]
     high.sort(key=lambda row: -row.cost_fp32)
