@@ -31,10 +31,8 @@ from autoamp.pass_options import PassOptions
 from autoamp.pipeline.run import rewrite_graph
 from autoamp.printable import class_name
 from autoamp.rules import Rules
-from autoamp.training.attach import attached, give_masters
-from autoamp.training.first_step import guard_masters
-from autoamp.training.optimizers import params_of
-from autoamp.training.step.boundary import OptimizerBoundary
+from autoamp.training.attach import attached, give_masters, guard_masters
+from autoamp.training.boundary import OptimizerBoundary, params_of
 
 logger = logging.getLogger(__name__)
 

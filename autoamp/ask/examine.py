@@ -38,7 +38,7 @@ from autoamp.place.devices import Device
 from autoamp.printable import class_name
 from autoamp.rewrite.rewritten import Rewritten, Setting
 from autoamp.trace.normalise import Normalised
-from autoamp.training.first_step import end_scaling, new_scaling
+from autoamp.training.attach import end_scaling, new_scaling
 from autoamp.training.scale import resolve_loss_scale
 
 Play = Callable[[Prepared, tuple[Any, ...]], Any]

@@ -27,7 +27,7 @@ from autoamp.model.convert import convert_model, revert_model
 from autoamp.model.eligible import choose_precision
 from autoamp.options import Options
 from autoamp.printable import class_name, printable
-from autoamp.training.first_step import retire
+from autoamp.training.attach import retire
 from autoamp_heat import HOT, Heat, mode_of, opaque
 
 logger = logging.getLogger(__name__)

@@ -26,8 +26,8 @@ from autoamp.model.compile_backend import GraphBackend
 from autoamp.options import Options
 from autoamp.printable import printable_line
 from autoamp.snapshot.files import checked as recorded_to
-from autoamp.training.first_step import expect_models
-from autoamp.training.ledger.backwards import BACKWARDS
+from autoamp.training.attach import expect_models
+from autoamp.training.ledger import BACKWARDS
 from autoamp_heat import INSIDE, Heat, passed_on
 
 logger = logging.getLogger(__name__)

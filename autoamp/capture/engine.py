@@ -44,9 +44,8 @@ from autoamp.place.devices import Device
 from autoamp.rewrite.rewritten import Setting
 from autoamp.snapshot.write import SnapshotWriter
 from autoamp.trace.meshes import DTENSORS, NESTED, kind_of_tensors
-from autoamp.training.ledger.buffers import Written
-from autoamp.weights.copies import WeightCopies
-from autoamp.weights.meshed import MeshedCopies
+from autoamp.training.buffers import Written
+from autoamp.weights.copies import MeshedCopies, WeightCopies
 
 logger = logging.getLogger(__name__)
 

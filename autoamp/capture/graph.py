@@ -26,13 +26,11 @@ from autoamp.overflow.remedy import SkipWatch
 from autoamp.pipeline.prepared import Prepared
 from autoamp.place.devices import main_device
 from autoamp.rewrite.rewritten import Edge, Rewritten
-from autoamp.training.before_run import inputs_of_run
-from autoamp.training.ledger.backwards import watch
-from autoamp.training.ledger.buffers import Written
-from autoamp.training.ledger.graph_run import GraphRun
-from autoamp.training.ledger.leaves import Origins
-from autoamp.training.ledger.model_ledger import ModelLedger
-from autoamp.training.model_scaling import ModelScaling
+from autoamp.training.attach import inputs_of_run
+from autoamp.training.buffers import Written
+from autoamp.training.leaves import Origins
+from autoamp.training.ledger import GraphRun, watch
+from autoamp.training.scaling import ModelLedger, ModelScaling
 from autoamp.weights.copies import WeightCopies
 from autoamp.weights.shards import SHARDED
 

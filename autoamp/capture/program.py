@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from autoamp import compat
 from autoamp.capture.engine import Engine
-from autoamp.training.model_scaling import ModelScaling
+from autoamp.training.scaling import ModelScaling
 from autoamp.weights.shards import SHARDED
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.Size)

@@ -14,7 +14,7 @@ from autoamp.inspect.text import NO_FLOAT_OP, all_high
 from autoamp.messages import log_left_to_autocast, log_once
 from autoamp.printable import printable_line
 from autoamp.rewrite.rewritten import Rewritten
-from autoamp.training.model_scaling import ModelScaling
+from autoamp.training.scaling import ModelScaling
 
 logger = logging.getLogger(__name__)
 

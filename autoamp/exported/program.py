@@ -40,8 +40,8 @@ from autoamp.place.devices import Device
 from autoamp.printable import class_name, printable_line
 from autoamp.rewrite.copied import copied
 from autoamp.rewrite.hoist_weight_casts import FOLDED
-from autoamp.training.model_scaling import ModelScaling, ScaleDomain
 from autoamp.training.scale import NoLossScale
+from autoamp.training.scaling import ModelScaling, ScaleDomain
 
 OP = "autoamp_op"
 """The note at a node of the exported graph: the name in the report of its op."""

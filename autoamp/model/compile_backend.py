@@ -26,7 +26,7 @@ from autoamp.capture.record import Record, announce
 from autoamp.messages import log_left_to_autocast
 from autoamp.model.eligible import choose_device_precision
 from autoamp.options import Options
-from autoamp.training.first_step import new_scaling
+from autoamp.training.attach import new_scaling
 from autoamp.training.scale import resolve_loss_scale
 from autoamp.training.uncalled import expect_no_calls
 

@@ -53,10 +53,9 @@ from autoamp.place.cost import PriceModel
 from autoamp.printable import class_name
 from autoamp.snapshot.files import checked
 from autoamp.snapshot.write import SnapshotWriter
-from autoamp.training.attach import detach_from
-from autoamp.training.first_step import end_scaling, new_scaling
-from autoamp.training.model_scaling import ModelScaling
+from autoamp.training.attach import detach_from, end_scaling, new_scaling
 from autoamp.training.scale import LossScale, NoLossScale, resolve_loss_scale
+from autoamp.training.scaling import ModelScaling
 from autoamp.training.uncalled import expect_calls
 from autoamp.weights.loaded import own_loaded_weights
 from autoamp.weights.shards import SHARDED

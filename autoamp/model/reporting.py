@@ -17,7 +17,7 @@ from autoamp.inspect.figures import (
 from autoamp.inspect.report import Report
 from autoamp.model.conversion import conversion_of
 from autoamp.printable import class_name
-from autoamp.training.model_scaling import ModelScaling
+from autoamp.training.scaling import ModelScaling
 
 
 def report_of(

@@ -29,8 +29,8 @@ from autoamp.dtypes import short_name
 from autoamp.options import OPTION_NAMES, Options
 from autoamp.overflow.recorder import line_outside
 from autoamp.snapshot import files
-from autoamp.training.model_scaling import ModelScaling
-from autoamp.training.step.boundary import BOUNDARIES
+from autoamp.training.boundary import BOUNDARIES
+from autoamp.training.scaling import ModelScaling
 
 logger = logging.getLogger(__name__)
 

@@ -1,32 +1,71 @@
 """Puts a boundary on an optimizer: a `step` on the instance, round the class's own.
 
-An optimizer named to `convert` is given a boundary at once.  Any other optimizer is met
-at its first step, through torch's own hook, which is registered while models are
-converted.
+An optimizer named to `convert` is given a boundary at once, and so are the optimizers
+that exist when a scaled graph first runs.  Any other optimizer is met at its first
+step, through torch's own hook, which is registered while models are converted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import types
-from collections.abc import Iterator, Sequence
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-from autoamp import compat
-from autoamp.training import saved_state
-from autoamp.training.ledger.backwards import BACKWARDS
+from autoamp import compat, foreign
+from autoamp.messages import log_once
+from autoamp.options import Options
+from autoamp.overflow.remedy import Remedy
+from autoamp.training import closures, guard
+from autoamp.training.boundary import (
+    BOUNDARIES,
+    OptimizerBoundary,
+    check_loaded,
+    closure_of,
+    innermost,
+    params_of,
+)
+from autoamp.training.ledger import BACKWARDS, lower_where_nobody_steps
 from autoamp.training.masters import Masters, has_half
-from autoamp.training.optimizers import closure_of, innermost
-from autoamp.training.step import closures
-from autoamp.training.step.boundary import BOUNDARIES, OptimizerBoundary
-from autoamp.training.step.take import take
-from autoamp.training.step.wrappers import show_on_wrappers
+from autoamp.training.ranks import (
+    have_shaken_hands,
+    judged,
+    owners_of,
+    shake_hands,
+    team_of,
+)
+from autoamp.training.scale import LossScale, NoLossScale
+from autoamp.training.scaling import ModelScaling, ScaleDomain
+from autoamp.training.step import (
+    Way,
+    evaluated,
+    gather,
+    judge,
+    leaves_to_scaler,
+    take,
+)
+from autoamp.training.uncalled import tell_of_uncalled
+from autoamp.weights.copies import before_write
+
+logger = logging.getLogger(__name__)
 
 _STATE = "_autoamp"
+
+_scalings: weakref.WeakSet[ModelScaling] = weakref.WeakSet()
+_hook: list[RemovableHandle] = []
+_expecting: list[bool] = []
+
+
+# -- boundaries ------------------------------------------------------------------------
 
 
 def boundary_of(optimizer: Optimizer) -> OptimizerBoundary | None:
@@ -51,7 +90,7 @@ def attach(optimizer: Optimizer) -> OptimizerBoundary:
         known.note_outer(outer)
         return known
     optimizer = innermost(optimizer)
-    saved_state.check_loaded(optimizer)
+    check_loaded(optimizer)
     boundary = OptimizerBoundary(optimizer)
     boundary.note_outer(outer)
     own: Any = optimizer.step
@@ -73,7 +112,7 @@ def attach(optimizer: Optimizer) -> OptimizerBoundary:
     optimizer.__dict__["step"] = boundary.bound
     optimizer.__dict__["step_was_skipped"] = False
     optimizer.__dict__[_STATE] = boundary
-    saved_state.carry(boundary)
+    boundary.carry()
     BOUNDARIES.add(boundary)
     return boundary
 
@@ -110,7 +149,7 @@ def detach(boundary: OptimizerBoundary) -> None:
     BOUNDARIES.discard(boundary)
     for hook in boundary.hooks:
         hook.remove()
-    show_on_wrappers(boundary, False)
+    boundary.show_on_wrappers(False)
     if boundary.masters is not None:
         boundary.masters.release()
         boundary.masters = None
@@ -139,3 +178,256 @@ def detach_from(model: torch.nn.Module) -> None:
     for boundary in list(BOUNDARIES):
         if any(id(p) in held for p in boundary.params):
             detach(boundary)
+
+
+# -- conversions -----------------------------------------------------------------------
+
+
+def new_scaling(
+    options: Options,
+    loss_scale: LossScale,
+    label: str,
+    find_models: Callable[[ModelScaling], Sequence[torch.nn.Module]] | None = None,
+    on_remedy: Sequence[Callable[[ModelScaling, Remedy], None]] = (),
+    *,
+    low: torch.dtype | None = None,
+    automatic: bool = False,
+    on_step: Sequence[Callable[..., None]] = (),
+) -> ModelScaling:
+    """The scaling of one conversion; optimizers are met as long as the scaling lives.
+
+    Args:
+        options: the options of the conversion.
+        loss_scale: the loss scale to begin with.
+        label, find_models, on_remedy, low, automatic, on_step: as for `ModelScaling`.
+    """
+    scaling = ModelScaling(
+        ScaleDomain(loss_scale),
+        label,
+        low=low,
+        asked=options.loss_scale != "auto",
+        automatic=automatic,
+        by_variables=options.by_variables,
+        find_models=find_models,
+        on_remedy=on_remedy,
+        on_step=on_step,
+    )
+    guard.begin(scaling, options)
+    _scalings.add(scaling)
+    _set_hook()
+    return scaling
+
+
+def guard_masters(
+    boundary: OptimizerBoundary, model: torch.nn.Module, options: Options, label: str
+) -> None:
+    """Guards steps of fp32 masters whose half-precision model is not captured.
+
+    Args:
+        model: the model, none of whose calls is changed.
+    """
+    if boundary.masters is None:
+        return
+    known = [s for s in boundary.scalings if any(m is model for m in s.models)]
+    ref = weakref.ref(model)
+
+    def alive(_: ModelScaling) -> list[torch.nn.Module]:
+        return [each for each in [ref()] if each is not None]
+
+    for scaling in known or [new_scaling(options, NoLossScale(), label, alive)]:
+        scaling.ledger.note_low()
+        guard.begin(scaling, options)
+        boundary.link(scaling)
+
+
+def end_scaling(scaling: ModelScaling) -> None:
+    """Meets no optimizers for `scaling` any more; the last scaling takes the hook."""
+    _scalings.discard(scaling)
+    guard.end(scaling)
+    _set_hook()
+
+
+def retire(scaling: ModelScaling) -> None:
+    """Ends `scaling`, with which graphs are not run any more."""
+    end_scaling(scaling)
+    for boundary in list(BOUNDARIES):
+        if scaling in boundary.scalings:
+            boundary.scalings.remove(scaling)
+            if not boundary.scalings:
+                detach(boundary)
+
+
+def inputs_of_run(
+    scaling: ModelScaling,
+    devices: Iterable[torch.device],
+    leaves: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """The extra inputs of a graph that is scaled at its edge, for one run.
+
+    For each device the inputs are the loss scale, its inverse, and a new flag for the
+    overflows of the run.
+
+    Args:
+        leaves: the tensors whose gradients the run fills.
+    """
+    ledger = scaling.ledger
+    if ledger.foreign is None:
+        ledger.foreign = False
+        _meet_optimizers(scaling, leaves)
+    if ledger.scalers:
+        ledger.a_scaler_scales()
+    if not ledger.stepped:
+        lower_where_nobody_steps(scaling)
+    return scaling.edge_inputs(devices)
+
+
+def _meet_optimizers(scaling: ModelScaling, weights: Sequence[torch.Tensor]) -> None:
+    """Finds the optimizers that hold `weights`, and GradScalers, before the first run.
+
+    A GradScaler may be about to scale this model's loss, and the first gradients of a
+    loss that is scaled twice would overflow.  So the GradScalers are looked at again
+    before a backward, unless the user has asked for a loss scale of ours.
+    """
+    optimizers, scalers = compat.optimizers_and_scalers()
+    if not scaling.asked:
+        scaling.ledger.note_scalers(scalers)
+    ids = {id(weight) for weight in weights}
+    for optimizer in optimizers:
+        groups = getattr(optimizer, "param_groups", ())
+        if any(id(p) in ids for group in groups for p in group["params"]):
+            attach(optimizer).link(scaling)
+
+
+# -- the first step of an optimizer that nobody named ----------------------------------
+
+
+def expect_models(coming: bool) -> None:
+    """Sets whether optimizers are met before there is any scaling.
+
+    A closure may call a model for the first time inside a step.
+    """
+    _expecting[:] = [True] if coming else []
+    _set_hook()
+
+
+def _set_hook() -> None:
+    """Registers the hook, or removes it, as need be."""
+    needed = bool(_scalings) or bool(_expecting)
+    if needed and not _hook:
+        _hook.append(register_optimizer_step_pre_hook(_before_step))
+    elif not needed and _hook:
+        _hook.pop().remove()
+
+
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Called inside every step, with the optimizer itself as `args[0]`."""
+    if torch.compiler.is_dynamo_compiling():  # a step the user compiles
+        return None
+    # Models that were garbage-collected, not reverted, have left the hook behind.
+    if not _scalings and not (_expecting and closure_of(args[1:], kwargs)):
+        return None
+    known = boundary_of(optimizer) is not None
+    engine = "" if known else foreign.stepped_by()
+    if engine:
+        log_once(logger, logging.INFO, f"autoamp: {engine}")
+        before_write(params_of(optimizer))
+        return None
+    tell_of_uncalled(optimizer, _scalings)
+    if compat.are_several() and not have_shaken_hands(optimizer):
+        _shake_hands(optimizer)
+    changed = None if known else _first_step(optimizer, args[1:], kwargs)
+    if changed is None or changed[0][0] is optimizer:
+        before_write(params_of(optimizer))
+    return changed
+
+
+def _shake_hands(optimizer: Optimizer) -> None:
+    """Has the ranks shake hands where no loss scale makes them agree on steps."""
+    if _strangers.get(optimizer) == len(_scalings):
+        return
+    params = params_of(optimizer)
+    owners = owners_of(params, _scalings)
+    if not owners:
+        _strangers[optimizer] = len(_scalings)
+    shake_hands(optimizer, team_of(owners, params), owners, params)
+
+
+_strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""Optimizers of no converted model, with how many conversions there were then."""
+
+
+def _first_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Judges a step that began when its optimizer had no boundary.
+
+    Such a step cannot be stopped any more, but its arguments can be changed, the
+    optimizer among them: a step to be skipped is made to step an optimizer that holds
+    no weights.  Where there is a closure, all of the model's first iteration may be
+    inside the closure.
+
+    Returns:
+        The changed arguments, with the optimizer, or None.
+    """
+    closure = closure_of(args, kwargs)
+    writes = closure is not None and not closures.evaluates_first(optimizer)
+    params = params_of(optimizer)
+    if closure and not (writes and closures.has_gradients(optimizer)):
+        _, args, kwargs = evaluated(args, kwargs, params if writes else ())
+    owners = _owners(optimizer, params)
+    evidence = gather(params, -1)
+    if not (evidence.runs or evidence.elsewhere or owners):
+        return ((optimizer, *args), kwargs) if closure else None
+    boundary = attach(optimizer)
+    for scaling in owners:
+        boundary.link(scaling)
+    if not leaves_to_scaler(boundary):
+        many = isinstance(optimizer, torch.optim.LBFGS)
+        if not many and judge(boundary, begun=True)[0] is Way.SKIP:
+            _hold_hooks_once(optimizer)
+            return (_without_weights(optimizer), *args), kwargs
+        if many or writes:
+            args, kwargs = closures.first_step(boundary, args, kwargs)
+    return (optimizer, *args), kwargs
+
+
+def _owners(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[ModelScaling]:
+    """The models for whose sake the step is judged although no run may tell so.
+
+    These are the models that ranks agree about, that guard the step without a loss
+    scale, and that are told of their steps.
+    """
+    owners = owners_of(params, judged(_scalings))
+    owners += [s for s in guard.guards_of(optimizer, params) if not s.enabled]
+    told = [s for s in _scalings if s.on_step and s not in owners]
+    held = {id(p) for p in params} if told else set()
+    return owners + [s for s in told if not held.isdisjoint(map(id, s.weights))]
+
+
+def _without_weights(optimizer: Optimizer) -> Optimizer:
+    """An optimizer of the same class and settings that has nothing to step."""
+    empty: Any = object.__new__(type(optimizer))
+    empty.__dict__.update(optimizer.__dict__)
+    empty.param_groups = [{**g, "params": []} for g in optimizer.param_groups]
+    return empty  # type: ignore[no-any-return]
+
+
+def _hold_hooks_once(optimizer: Any) -> None:
+    """Keeps the optimizer's own hooks from this one step, which is skipped.
+
+    The hooks before the step are about to be read from their dictionary, so that
+    dictionary is emptied; the hooks after the step are looked up later, so those are
+    replaced.
+    """
+    before, after = compat.step_hooks(optimizer)
+    held = dict(before)
+    before.clear()
+
+    def restore(*_: Any) -> None:
+        before.update(held)
+        compat.set_hooks_after_step(optimizer, after)
+
+    only: OrderedDict[int, Callable[..., None]] = OrderedDict({0: restore})
+    compat.set_hooks_after_step(optimizer, only)

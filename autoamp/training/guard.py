@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from autoamp import compat
 from autoamp.messages import log_once
 from autoamp.options import Options
-from autoamp.training.model_scaling import ModelScaling
+from autoamp.training.scaling import ModelScaling
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +50,10 @@ def cannot_read(optimizer: Optimizer) -> bool:
 
     The host cannot read a flag then, and only a fused optimizer's kernel reads one.
     """
-    weight = next((p for g in optimizer.param_groups for p in g["params"]), None)
-    if weight is None or not compat.is_capturing(weight.device):
+    groups = [g for g in optimizer.param_groups if g["params"]]
+    if not groups or not compat.is_capturing(groups[0]["params"][0].device):
         return False
-    fused = all(g.get("fused") for g in optimizer.param_groups if g["params"])
+    fused = all(g.get("fused") for g in groups)
     if not fused:
         log_once(
             logger,

@@ -25,10 +25,16 @@ from torch.optim import Optimizer
 
 from autoamp import compat
 from autoamp.dtypes import has_masters
+from autoamp.errors import CheckpointError
 from autoamp.printable import class_name
-from autoamp.training import master_state
 
 logger = logging.getLogger(__name__)
+
+KEY = "autoamp_masters"
+"""The entry of an optimizer's saved state: the masters by parameter name."""
+
+KEY_BESIDE = "autoamp_master"
+"""The entry of one parameter's saved state, for tools that keep no other entries."""
 
 _UNNAMED = "unnamed_parameter_"
 """A parameter in no converted model is saved by this name with its index after it."""
@@ -111,7 +117,7 @@ class Masters:
             compat.accumulate_in(param, param.dtype)
             state = self.optimizer.state.get(param)
             if state is not None:  # in the dtype of `Optimizer.load_state_dict`
-                self.optimizer.state[param] = master_state.in_dtype(state, param.dtype)
+                self.optimizer.state[param] = _in_dtype(state, param.dtype)
         if self.of:
             logger.info(
                 "autoamp: the fp32 masters of %d parameters are gone; the weights stay "
@@ -204,29 +210,48 @@ class Masters:
     # -- saved state ---------------------------------------------------------------
 
     def save(self, state: dict[str, Any]) -> None:
-        """Puts the masters into the optimizer's `state`, by the parameters' names."""
+        """Puts the masters into the optimizer's `state`, by the parameters' names.
+
+        Each master is also put beside its parameter's state.  The tools of
+        `torch.distributed.checkpoint` keep nothing else: they save, shard and name such
+        an entry as they do a moment.
+        """
         self.refresh()
-        state[master_state.KEY] = {
-            name: each.detach() for name, each in self._named().items()
-        }
-        master_state.put_beside(state, self._params(), self.of)
+        named = self._named()
+        state[KEY] = {name: master.detach() for name, master in named.items()}
+        for index, param in self._saved_as(state):
+            if param in self.of:
+                own = {KEY_BESIDE: self.of[param].detach()}
+                state["state"][index] = state["state"].get(index, {}) | own
 
     def check(self, saved: Any) -> None:
         """Raises CheckpointError where the masters in `saved` state do not fit."""
-        if saved.get(master_state.KEY) is not None:
+        if saved.get(KEY) is not None:
             self.refresh()
-            master_state.check_masters(saved[master_state.KEY], self._named())
+            _check_masters(saved[KEY], self._named())
 
     def load(self, saved: Any) -> None:
         """Takes over the masters of `saved` state, and its optimizer state in fp32.
 
         Torch has just cast the optimizer state to the parameters' half dtype.
         """
-        master_state.take_over(saved, self._named(), self._params(), self.of)
-        for state, param in master_state.beside(saved, self._params()):
-            now = self.optimizer.state.get(param)
-            if param in self.of and state is not None and now is not None:
-                self.optimizer.state[param] = master_state.restored(now, state)
+        by_name, named = saved.get(KEY), self._named()
+        with torch.no_grad():
+            for name, value in (by_name or {}).items():
+                named[name].data.copy_(value)
+        for index, param in self._saved_as(saved):
+            state, now = saved["state"].get(index), self.optimizer.state.get(param)
+            if param not in self.of or state is None:
+                continue
+            if by_name is None and KEY_BESIDE in state:
+                self.of[param].data.copy_(state[KEY_BESIDE])
+            if now is not None:
+                self.optimizer.state[param] = _restored(now, state)
+
+    def _saved_as(self, saved: Mapping[str, Any]) -> list[tuple[Any, torch.Tensor]]:
+        """Each parameter with the index of its state in `saved`."""
+        ids = [i for group in saved["param_groups"] for i in group["params"]]
+        return [*zip(ids, self._params(), strict=True)]
 
     # -- helpers -------------------------------------------------------------------
 
@@ -244,8 +269,8 @@ class Masters:
         state = self.optimizer.state.get(param)
         if state is not None:
             # A checkpoint's master, which was rounded when there was no master here.
-            state.pop(master_state.KEY_BESIDE, None)
-            self.optimizer.state[param] = master_state.in_dtype(state, torch.float32)
+            state.pop(KEY_BESIDE, None)
+            self.optimizer.state[param] = _in_dtype(state, torch.float32)
         return nn.Parameter(param.detach().float())
 
     def _say_half(self, why: str) -> None:
@@ -295,3 +320,73 @@ def _follow(master: torch.Tensor, half: torch.Tensor) -> None:
     if half.device.type == "cpu" and torch.equal(rounded, now):
         return
     value.copy_(torch.where(rounded == now, value, half.float()))
+
+
+def _check_masters(saved: Any, named: Mapping[str, torch.Tensor]) -> None:
+    """Raises CheckpointError where masters `saved` do not fit the masters `named`."""
+    if not isinstance(saved, dict):
+        raise CheckpointError(
+            f"{KEY!r} of the saved optimizer state is a {type(saved).__name__}, not a "
+            "dictionary of tensors by parameter name"
+        )
+    problems = [f"missing {name}" for name in named if name not in saved]
+    problems += [f"extra {name}" for name in saved if name not in named]
+    for name, value in saved.items():
+        if not _is_dense_float(value):
+            problems.append(f"{name} is no dense float tensor")
+        elif name in named and value.shape != named[name].shape:
+            shapes = tuple(value.shape), tuple(named[name].shape)
+            problems.append(f"{name} is {shapes[0]}, here it is {shapes[1]}")
+    if problems:
+        raise CheckpointError(
+            f"the fp32 masters in the saved optimizer state ({KEY!r}) do not fit: "
+            f"{'; '.join(problems)}. Nothing was loaded. Load it into the optimizer of "
+            f"the model it was saved with, or remove state[{KEY!r}] to begin with the "
+            "half-precision weights"
+        )
+
+
+def _is_dense_float(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.layout == torch.strided
+        and value.device.type != "meta"
+    )
+
+
+def _in_dtype(state: Any, dtype: torch.dtype, key: Any = None) -> Any:
+    """An optimizer's state for one parameter with its float tensors in `dtype`.
+
+    The count of steps keeps its dtype, as in `Optimizer.load_state_dict`.
+    """
+    if isinstance(state, dict):
+        return {k: _in_dtype(v, dtype, k) for k, v in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(_in_dtype(v, dtype) for v in state)
+    if isinstance(state, torch.Tensor) and state.is_floating_point() and key != "step":
+        return state.to(dtype)
+    return state
+
+
+def _restored(now: Any, saved: Any, key: Any = None) -> Any:
+    """State as it is `now`, its float tensors replaced by the `saved` ones in fp32."""
+    if isinstance(now, dict) and isinstance(saved, dict):
+        return {k: _restored(v, saved.get(k), k) for k, v in now.items()}
+    if isinstance(now, (list, tuple)) and isinstance(saved, (list, tuple)):
+        return type(now)(map(_restored, now, saved))
+    if isinstance(saved, torch.Tensor) and saved.is_floating_point() and key != "step":
+        return saved.to(now.device, torch.float32)
+    return now
+
+
+def without_masters(saved: Mapping[str, Any]) -> dict[Any, Any]:
+    """The state of each parameter in `saved`, without the masters beside it."""
+    found = {}
+    for key, state in saved["state"].items():
+        rest = state
+        if isinstance(state, dict) and KEY_BESIDE in state:
+            rest = {k: v for k, v in state.items() if k != KEY_BESIDE}
+        if rest or not state:
+            found[key] = rest
+    return found

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from torch.optim import Optimizer
 
 from autoamp.errors import CaptureError
-from autoamp.training.model_scaling import ModelScaling
-from autoamp.training.optimizers import params_of
+from autoamp.training.boundary import params_of
+from autoamp.training.scaling import ModelScaling
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ sentinel lives, any write to the weight, through any tensor, moves the weight's 
 a new address.  So the copy is kept exactly until the next write: in training, over all
 micro-batches of a step.  The move costs a copy of the weight; `before_write` saves the
 cost where a write is announced.  A weight whose memory other code may point to has no
-sentinel, and neither has a copy that every step makes stale (`once_a_step.py`).
+sentinel, and neither has a copy that every step makes stale (`OnceAStep`).
 
 A stale copy is refreshed in place, unless it is held by a graph whose backward has
 still to run, or by a call in another thread.  Then the holder keeps the old memory as
@@ -27,7 +27,6 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from autoamp import compat
-from autoamp.weights.once_a_step import STEPS, OnceAStep
 from autoamp.weights.sentinels import (
     AS_THE_WEIGHT,
     CHANCES,
@@ -35,7 +34,7 @@ from autoamp.weights.sentinels import (
     PLANS,
     STEADY,
     Copy,
-    Group,
+    OnceAStep,
     Stale,
     Steady,
     copies_of,
@@ -47,6 +46,9 @@ from autoamp.weights.sentinels import (
     refresh,
 )
 from autoamp.weights.shards import SHARDED
+
+_MOST_PLANS = 64
+"""So many plans are kept: more than a program has optimizers."""
 
 # One thread refreshes at a time, so that a second thread sees the versions that the
 # first thread has moved.
@@ -91,7 +93,7 @@ class WeightCopies:
         if (
             group is not None
             and group.may_refresh(addresses)
-            and not any(map(_on_side_stream, group.devices))
+            and not _aside(group.devices)
         ):
             with _lock, torch.no_grad():
                 lows = group.refresh(weights)
@@ -103,7 +105,7 @@ class WeightCopies:
             steady is not None
             and addresses == steady.addresses
             and (steady.trainer == threading.get_ident() or not torch.is_grad_enabled())
-            and not any(map(_on_side_stream, steady.devices))
+            and not _aside(steady.devices)
         ):
             return steady.give_again()
         del steady  # its references would make the copies look held: `Copy.is_held`
@@ -143,7 +145,7 @@ class WeightCopies:
     ) -> list[torch.Tensor]:
         """The same as `fresh`, but looks at each weight by itself."""
         devices = {weight.device for weight in weights}
-        aside = any(map(_on_side_stream, devices))
+        aside = _aside(devices)
         if aside and _capturing():
             return self._for_cuda_graph(weights)
         layouts = formats or (AS_THE_WEIGHT,) * len(weights)
@@ -161,19 +163,18 @@ class WeightCopies:
                     stale.append(Stale(copy, weight, watch, training))
                 else:
                     copy.again = True
-            once = bool(stale) and all(map(_is_needed_once, stale))
+            once = bool(stale) and all(each.is_needed_once for each in stale)
             if stale:
                 self.refreshed += len(stale)
                 refresh([s._replace(watch=False) for s in stale] if once else stale)
             if once:
                 addresses = compat.data_addresses(weights)
-                group = OnceAStep(copies, stale, addresses, devices)
-                self._once_a_step = group
+                self._once_a_step = OnceAStep(copies, stale, addresses, devices)
+                self.unwatched = 0
+                return [copy.low for copy in copies]
             lows = [copy.low for copy in copies]
-            self.unwatched = (
-                sum(s.copy.sentinel is None for s in stale) if not once else 0
-            )
-            if not (self.unwatched or once):
+            self.unwatched = sum(s.copy.sentinel is None for s in stale)
+            if not self.unwatched:
                 trainer = threading.get_ident() if recording else None
                 seen = [copy.address for copy in copies]
                 STEADY[id(self)] = Steady(seen, copies, lows, trainer, devices)
@@ -210,6 +211,51 @@ class WeightCopies:
             ]
             compat.copy_all(lows, weights)
             note_captured(weights)
+        self.refreshed += len(lows)
+        return lows
+
+
+class MeshedCopies(WeightCopies):
+    """The copies of one graph, some of whose weights are DTensors.
+
+    The memory that a rank holds of a DTensor is a plain tensor, whose copy is made as
+    any weight's is, and is then put on the mesh as the weight is.  Where gradients are
+    recorded, that memory is copied at every call: a weight that is trained is written
+    to after every call, and a sentinel would cost a copy of the weight at each write.
+    """
+
+    def __init__(
+        self,
+        low: torch.dtype,
+        *,
+        kept: bool = True,
+        layouts: Sequence[torch.memory_format] = (),
+    ) -> None:
+        super().__init__(low, kept=kept, layouts=layouts)
+        self._kept = WeightCopies(low, kept=kept)
+
+    def fresh(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Up-to-date copies; the copy of a DTensor is one with the same placements."""
+        meshed = [w for w in weights if compat.is_distributed(w)]
+        plain = [w for w in weights if not compat.is_distributed(w)]
+        held = [compat.own_memory(w) for w in meshed]
+        if torch.is_grad_enabled():
+            lows = self._anew(held)
+        else:
+            lows = self._kept.fresh(held)
+        with torch.no_grad():
+            made = map(compat.with_memory, meshed, lows)
+            others = iter(super().fresh(plain) if plain else ())
+            return [
+                next(made) if compat.is_distributed(w) else next(others)
+                for w in weights
+            ]
+
+    def _anew(self, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies in new memory, by one multi-tensor copy."""
+        with torch.inference_mode(False), torch.no_grad():
+            lows = [torch.empty_like(each, dtype=self.low) for each in held]
+            compat.copy_all(lows, held)
         self.refreshed += len(lows)
         return lows
 
@@ -251,11 +297,11 @@ def before_write(parameters: Iterable[torch.Tensor]) -> None:
             _announce(parameters[at])
 
 
-def _plan(weights: Sequence[torch.Tensor]) -> tuple[set[Group], list[int]]:
+def _plan(weights: Sequence[torch.Tensor]) -> tuple[set[OnceAStep], list[int]]:
     """What a write to `weights` is announced to: see `PLANS`."""
     if len(PLANS) >= _MOST_PLANS:
         PLANS.clear()
-    groups: set[Group] = set()
+    groups: set[OnceAStep] = set()
     others: list[int] = []
     for at, weight in enumerate(weights):
         copies = copies_of(weight)
@@ -264,10 +310,6 @@ def _plan(weights: Sequence[torch.Tensor]) -> tuple[set[Group], list[int]]:
         if len(found) < len(copies):
             others.append(at)
     return groups, others
-
-
-_MOST_PLANS = 64
-"""So many plans are kept: more than a program has optimizers."""
 
 
 def _announce(weight: torch.Tensor) -> None:
@@ -283,28 +325,23 @@ def _announce(weight: torch.Tensor) -> None:
             drop(weight, copies)
 
 
-def _is_needed_once(stale: Stale) -> bool:
-    """Whether a copy is refreshed after each step, and one call is given it then."""
-    copy, _, watch, training = stale
-    return watch and training and copy.steps >= STEPS
-
-
 def _capturing() -> bool:
     """Whether a CUDA graph is being captured."""
     cuda = torch.cuda
     return cuda.is_initialized() and cuda.is_current_stream_capturing()
 
 
-def _on_side_stream(device: torch.device) -> bool:
-    """Whether `device` is a GPU and the current stream is not its default one.
+def _aside(devices: Iterable[torch.device]) -> bool:
+    """Whether the current stream of one of `devices`, a GPU, is not its default one.
 
     On another stream a weight has no sentinel: a lazy clone is always made real on the
     default stream, and a CUDA graph, captured on another stream, holds addresses.
     """
-    if device.type != "cuda":
-        return False
-    current = torch.cuda.current_stream(device)
-    return bool(current != torch.cuda.default_stream(device))
+    return any(
+        device.type == "cuda"
+        and torch.cuda.current_stream(device) != torch.cuda.default_stream(device)
+        for device in devices
+    )
 
 
 def _no_inference_mode() -> AbstractContextManager[object]:

@@ -11,8 +11,6 @@ program off from the weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
@@ -28,25 +26,14 @@ def own_loaded_weights(model: nn.Module) -> int:
 
     The parameters stay the same objects with the same values.
     """
-    moved = 0
-    for parameter in _loaded_parameters(model):
-        if _outside_torch(parameter):
-            parameter.data = parameter.data.clone()
-            moved += 1
-    return moved
-
-
-def _loaded_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    seen: set[int] = set()
     modules = compat.modules_of(model)
     loadable = {kind for kind in set(map(type, modules)) if _is_loadable(kind)}
-    for module in modules if loadable else ():
-        if type(module) not in loadable or not _was_loaded(module):
-            continue
-        for parameter in nn.Module.parameters(module):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield parameter
+    loaded = [m for m in modules if type(m) in loadable and _was_loaded(m)]
+    parameters = {id(p): p for m in loaded for p in nn.Module.parameters(m)}
+    moved = [p for p in parameters.values() if _outside_torch(p)]
+    for parameter in moved:
+        parameter.data = parameter.data.clone()
+    return len(moved)
 
 
 def _is_loadable(kind: type) -> bool:

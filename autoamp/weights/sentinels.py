@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -18,24 +18,20 @@ from autoamp.dtypes import LOW_DTYPES
 CHANCES = 2
 """After this many unannounced writes in training, a copy has no sentinel any more."""
 
+STEPS = 8
+"""After so many steps in a row with one call each, copies get no sentinels."""
 
 AS_THE_WEIGHT = torch.preserve_format
 """The memory format of a copy that is laid out as its weight."""
 
-LAYOUTS = (AS_THE_WEIGHT, torch.channels_last, torch.channels_last_3d)
+_LAYOUTS = (AS_THE_WEIGHT, torch.channels_last, torch.channels_last_3d)
 """The memory formats that copies may have."""
 
-LEAST_LAID_OUT = 4
+_LEAST_LAID_OUT = 4
 """Dimensions from which on a weight may have copies of another layout than its own."""
 
-
-class Group(Protocol):
-    """Copies that are refreshed together after each step: see `once_a_step.py`."""
-
-    announced: bool
-
-    def end(self) -> None:
-        """Has each copy looked at by itself from now on."""
+_SEVERAL = -1
+"""Stands for more than one thread, in place of a thread's id."""
 
 
 class Copy:
@@ -77,26 +73,40 @@ class Copy:
         self.trainer: int | None = None
         self.captured = self.again = False
         self.steps = 0
-        self.once_a_step: Group | None = None
+        self.once_a_step: OnceAStep | None = None
 
     def take_memory(self, weight: torch.Tensor) -> None:
         """Gives the copy new memory; memory that was handed out stays as it is."""
         form = self.layout
         self.low = torch.empty_like(weight, dtype=self.dtype, memory_format=form)
-        self._alone = self._holders()
+        self._alone = compat.holders(self.low)
 
     @property
     def is_held(self) -> bool:
         """Whether a graph, or a call, may still read the copy's present content."""
-        return self._holders() > self._alone
-
-    def _holders(self) -> int:
-        return compat.holders(self.low)
+        return compat.holders(self.low) > self._alone
 
     def look_alone(self) -> None:
         """Ends the group in which the copy is refreshed, if there is one."""
         if self.once_a_step is not None:
             self.once_a_step.end()
+
+
+COPIES: dict[torch.dtype, dict[Hashable, Copy]] = {d: {} for d in LOW_DTYPES.values()}
+"""All copies of the process by `key_of` their weight, shared by models and graphs."""
+
+
+def key_of(weight: torch.Tensor, layout: torch.memory_format) -> Hashable:
+    """The id of the weight, and the layout of the copy unless it is the weight's."""
+    return id(weight) if layout is AS_THE_WEIGHT else (id(weight), layout)
+
+
+def copies_of(weight: torch.Tensor) -> list[Copy]:
+    """The copies of a weight, in every low dtype and layout."""
+    layouts = _LAYOUTS if weight.dim() >= _LEAST_LAID_OUT else _LAYOUTS[:1]
+    keys = [key_of(weight, layout) for layout in layouts]
+    found = [store.get(key) for store in COPIES.values() if store for key in keys]
+    return [copy for copy in found if copy is not None]
 
 
 @dataclass(eq=False)
@@ -122,25 +132,13 @@ class Steady:
         return self.lows
 
 
-COPIES: dict[torch.dtype, dict[Hashable, Copy]] = {d: {} for d in LOW_DTYPES.values()}
-"""All copies of the process by `key_of` their weight, shared by models and graphs."""
-
-
-def key_of(weight: torch.Tensor, layout: torch.memory_format) -> Hashable:
-    """The id of the weight, and the layout of the copy unless it is the weight's."""
-    return id(weight) if layout is AS_THE_WEIGHT else (id(weight), layout)
-
-
 STEADY: dict[int, Steady] = {}
 """The `Steady` of each `WeightCopies`, by its id; emptied whenever a sentinel goes."""
 
-PLANS: dict[tuple[int, ...], tuple[set[Group], list[int]]] = {}
+PLANS: dict[tuple[int, ...], tuple[set[OnceAStep], list[int]]] = {}
 """What a write to some tensors is announced to, by their ids, in order: the groups of
 copies that are refreshed after each step, and the positions of the tensors that have
 other copies.  Emptied whenever a copy is made or dropped, and a group made or ended."""
-
-_SEVERAL = -1
-"""Stands for more than one thread, in place of a thread's id."""
 
 
 class Stale(NamedTuple):
@@ -156,13 +154,89 @@ class Stale(NamedTuple):
     watch: bool
     training: bool
 
+    @property
+    def is_needed_once(self) -> bool:
+        """Whether the copy is refreshed after each step, and given to one call then."""
+        return self.watch and self.training and self.copy.steps >= STEPS
 
-def copies_of(weight: torch.Tensor) -> list[Copy]:
-    """The copies of a weight, in every low dtype and layout."""
-    layouts = LAYOUTS if weight.dim() >= LEAST_LAID_OUT else LAYOUTS[:1]
-    keys = [key_of(weight, layout) for layout in layouts]
-    found = [store.get(key) for store in COPIES.values() if store for key in keys]
-    return [copy for copy in found if copy is not None]
+
+class OnceAStep:
+    """The copies of one graph that is called once between two steps: no sentinel pays.
+
+    A sentinel keeps a copy until the next write, over many calls.  A training without
+    micro-batches makes one call between two steps, so each call has to refresh the
+    copies in any case, and a sentinel would be made only to be dropped.  After several
+    such steps a graph's copies get no sentinels any more: the step announces its write,
+    and the next call refreshes all of them by one multi-tensor copy, whose lists were
+    made before.
+
+    Whatever is different (a second call before a step, another graph or thread, a
+    weight in other memory, a copy that is still held) ends this, and each copy is
+    looked at by itself again, as one that has no sentinel: it is refreshed.
+
+    Attributes:
+        announced: whether a write to weights was announced after the last call.
+        count: how many copies each call refreshes; the others have sentinels.
+        devices: the devices of the weights.
+    """
+
+    def __init__(
+        self,
+        copies: Sequence[Copy],
+        stale: Sequence[Stale],
+        addresses: list[Hashable],
+        devices: set[torch.device],
+    ) -> None:
+        """Args: `stale` are those of `copies` that were just refreshed.
+
+        The caller holds none of the copies' tensors, because holders are counted here.
+        """
+        self.announced = False
+        self.count = len(stale)
+        self.devices = devices
+        self._addresses = addresses
+        self._trainer = threading.get_ident()
+        self._refreshed = [each.copy for each in stale]
+        ids = {id(copy) for copy in self._refreshed}
+        self._at = [at for at, copy in enumerate(copies) if id(copy) in ids]
+        self._versions = [copy.version for copy in self._refreshed]
+        self._lows = [copy.low for copy in copies]
+        self._holders = compat.Holders([copy.low for copy in self._refreshed])
+        PLANS.clear()
+        for copy in self._refreshed:
+            copy.once_a_step = self
+
+    def may_refresh(self, addresses: list[Hashable]) -> bool:
+        """Whether a call of this thread, at these addresses, may refresh all copies."""
+        return (
+            self.announced
+            and addresses == self._addresses
+            and self._trainer == threading.get_ident()
+            and torch.is_grad_enabled()
+            and not torch.is_inference_mode_enabled()
+        )
+
+    def refresh(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Refreshes the copies in place; empty where some copy is held, or all ended.
+
+        The caller has switched gradients off, and holds the lock.
+        """
+        if not self._lows or self._holders.have_grown:
+            return []
+        lows, copies = [*self._lows], self._refreshed
+        written = [weights[at] for at in self._at]
+        self._versions = [*map(compat.version, written)]
+        self.announced = False
+        _write(copies, written)
+        return lows
+
+    def end(self) -> None:
+        """Has each copy looked at by itself from now on."""
+        PLANS.clear()
+        for copy, version in zip(self._refreshed, self._versions, strict=True):
+            copy.once_a_step, copy.version, copy.steps = None, version, 0
+        self._refreshed, self._lows, self.announced = [], [], False
+        self._holders = compat.Holders([])
 
 
 def note_captured(weights: Iterable[torch.Tensor]) -> None:
@@ -228,7 +302,7 @@ def refresh(stale: Sequence[Stale]) -> None:
                 torch.autograd.graph.increment_version(copy.low)
             copy.take_memory(weight)
         copy.version, copy.again = version, False
-    write([each.copy for each in stale], [each.weight for each in stale])
+    _write([each.copy for each in stale], [each.weight for each in stale])
     for copy, weight, watch, training in stale:
         _follow(copy, weight)
         if watch and compat.held_alone(weight):
@@ -237,7 +311,7 @@ def refresh(stale: Sequence[Stale]) -> None:
             copy.from_training = training
 
 
-def write(copies: Sequence[Copy], weights: Sequence[torch.Tensor]) -> None:
+def _write(copies: Sequence[Copy], weights: Sequence[torch.Tensor]) -> None:
     """Copies weights into the memory of their copies."""
     laid = [copy.layout is not AS_THE_WEIGHT for copy in copies]
     if not any(laid):
@@ -246,15 +320,11 @@ def write(copies: Sequence[Copy], weights: Sequence[torch.Tensor]) -> None:
     for permuted in (False, True):  # GPUs copy many tensors at once if none is permuted
         alike = [at for at, each in enumerate(laid) if each == permuted]
         sources = [weights[at] for at in alike]
-        if permuted:
-            sources = [_converted(weights[at], copies[at].dtype) for at in alike]
+        if permuted:  # CPUs permute and convert sooner in two passes
+            dtype = copies[0].dtype
+            sources = [w.to(dtype) if w.is_cpu else w for w in sources]
         if alike:
             compat.copy_all([copies[at].low for at in alike], sources)
-
-
-def _converted(weight: torch.Tensor, low: torch.dtype) -> torch.Tensor:
-    """A weight to be permuted: CPUs permute and convert sooner in two passes."""
-    return weight.to(low) if weight.is_cpu else weight
 
 
 def _follow(copy: Copy, weight: torch.Tensor) -> None:

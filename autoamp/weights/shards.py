@@ -31,8 +31,7 @@ class Shard:
     """One sharded parameter, and how graphs on this rank have read it.
 
     Attributes:
-        group, record: FSDP's objects that hold the parameter and its module; None once
-            the model is gone.
+        record: FSDP's object that holds the parameter; None once the model is gone.
         low: the dtype of the copies that graphs read; None before the first such graph.
         wide: whether some graph reads the parameter in fp32.
         is_low: whether the shards are gathered in `low`.
@@ -44,10 +43,6 @@ class Shard:
         self.wide = self.is_low = False
 
     @property
-    def group(self) -> Any:
-        return self._group()
-
-    @property
     def record(self) -> Any:
         return self._record()
 
@@ -56,7 +51,7 @@ class Shard:
         """Whether this rank agrees to gather the parameter in the low dtype."""
         if self.wide or self.low is None:
             return False
-        return self.is_low or compat.may_gather_low(self.group, self.record)
+        return self.is_low or compat.may_gather_low(self._group(), self.record)
 
     def copy(
         self, weight: torch.Tensor, low: torch.dtype, layout: torch.memory_format
@@ -82,74 +77,7 @@ class Shard:
         self.wide = True
 
 
-class Sharded:
-    """The sharded parameters of all converted models."""
-
-    def __init__(self) -> None:
-        self._by_whole: dict[int, Shard] = {}
-        self._waiting: list[Shard] = []
-        self._any = False
-        # Keyed by the model's id, because a module may have no hash.
-        self._of_model: dict[int, _Shards] = {}
-
-    def __bool__(self) -> bool:
-        return self._any
-
-    def of(self, weight: torch.Tensor) -> Shard | None:
-        """The shard whose whole parameter is `weight`; None for any other tensor."""
-        found = self._by_whole.get(id(weight))
-        if found is None and self._waiting:
-            for shard in self._waiting:
-                whole = compat.whole_parameter(shard.record)
-                if whole is not None:
-                    self._by_whole[id(whole)] = shard
-            self._waiting = [
-                s
-                for s in self._waiting
-                if s.record and compat.whole_parameter(s.record) is None
-            ]
-            found = self._by_whole.get(id(weight))
-        same = found is not None and compat.whole_parameter(found.record) is weight
-        return found if same else None
-
-    def note_wide(self, weights: Iterable[Any]) -> None:
-        """Notes that a graph reads `weights` (tensors or sizes) themselves."""
-        for weight in weights:
-            shard = self.of(weight)
-            if shard is not None:
-                shard.note_wide(weight)
-
-    def note_call(self, model: nn.Module, in_call: Callable[[], bool]) -> None:
-        """Looks for shards, or has ranks agree, at calls 1, 2, 4, 8, ... of a model.
-
-        Args:
-            in_call: whether this thread is in a call of a converted model.
-        """
-        known = self._of_model.get(id(model))
-        if known is None or known.model() is not model:
-            known = self._of_model[id(model)] = _Shards(model)
-        known.calls += 1
-        if known.calls & (known.calls - 1):
-            return
-        if known.shards:
-            with torch.inference_mode(False):  # tensors made here are saved in training
-                known.agree(in_call)
-            return
-        pairs = compat.sharded_parameters(model)
-        known.shards = [Shard(group, record) for group, record in pairs]
-        self._waiting += known.shards
-        self._any = self._any or bool(known.shards)
-
-    def forget(self, model: nn.Module) -> None:
-        """Has the shards of a model gathered as FSDP gathers them."""
-        known = self._of_model.pop(id(model), None)
-        for shard in known.shards if known and known.model() is model else ():
-            self._by_whole.pop(id(compat.whole_parameter(shard.record)), None)
-            if shard.is_low:
-                compat.gather_wide(shard.record)
-
-
-class _Shards:
+class _Model:
     """The shards of one model.
 
     Attributes:
@@ -181,6 +109,74 @@ class _Shards:
             elif shard.is_low and not low:
                 compat.gather_wide(shard.record)
             shard.is_low = bool(low)
+
+
+class Sharded:
+    """The sharded parameters of all converted models."""
+
+    def __init__(self) -> None:
+        self._by_whole: dict[int, Shard] = {}
+        self._waiting: list[Shard] = []
+        self._any = False
+        # Keyed by the model's id, because a module may have no hash.
+        self._models: dict[int, _Model] = {}
+
+    def __bool__(self) -> bool:
+        return self._any
+
+    def of(self, weight: torch.Tensor) -> Shard | None:
+        """The shard whose whole parameter is `weight`; None for any other tensor."""
+        if id(weight) not in self._by_whole:
+            self._find_whole()
+        found = self._by_whole.get(id(weight))
+        same = found is not None and compat.whole_parameter(found.record) is weight
+        return found if same else None
+
+    def _find_whole(self) -> None:
+        """Notes the shards that FSDP has gathered for the first time."""
+        waiting, self._waiting = self._waiting, []
+        for shard in waiting:
+            whole = compat.whole_parameter(shard.record)
+            if whole is not None:
+                self._by_whole[id(whole)] = shard
+            elif shard.record:
+                self._waiting.append(shard)
+
+    def note_wide(self, weights: Iterable[Any]) -> None:
+        """Notes that a graph reads `weights` (tensors or sizes) themselves."""
+        for weight in weights:
+            shard = self.of(weight)
+            if shard is not None:
+                shard.note_wide(weight)
+
+    def note_call(self, model: nn.Module, in_call: Callable[[], bool]) -> None:
+        """Looks for shards, or has ranks agree, at calls 1, 2, 4, 8, ... of a model.
+
+        Args:
+            in_call: whether this thread is in a call of a converted model.
+        """
+        known = self._models.get(id(model))
+        if known is None or known.model() is not model:
+            known = self._models[id(model)] = _Model(model)
+        known.calls += 1
+        if known.calls & (known.calls - 1):
+            return
+        if known.shards:
+            with torch.inference_mode(False):  # tensors made here are saved in training
+                known.agree(in_call)
+            return
+        pairs = compat.sharded_parameters(model)
+        known.shards = [Shard(group, record) for group, record in pairs]
+        self._waiting += known.shards
+        self._any = self._any or bool(known.shards)
+
+    def forget(self, model: nn.Module) -> None:
+        """Has the shards of a model gathered as FSDP gathers them."""
+        known = self._models.pop(id(model), None)
+        for shard in known.shards if known and known.model() is model else ():
+            self._by_whole.pop(id(compat.whole_parameter(shard.record)), None)
+            if shard.is_low:
+                compat.gather_wide(shard.record)
 
 
 SHARDED = Sharded()

@@ -20,7 +20,7 @@ from autoamp.model.conversion import conversion_of
 from autoamp.model.eligible import choose_device_precision
 from autoamp.options import Options
 from autoamp.overflow.remedy import Remedy
-from autoamp.training.ledger import backwards
+from autoamp.training import ledger
 from autoamp_heat import Heat
 
 PACKAGE = Path(autoamp.__file__).parent
@@ -136,8 +136,8 @@ def test_a_model_met_by_the_automatic_mode_is_told_of_variables(
     call = nn.Module.__call__
     mode.call(call, model, (torch.ones(2, 8),), {})
     scaling = conversion_of(model).engine.record.scaling  # type: ignore[union-attr]
-    monkeypatch.setattr(backwards.BACKWARDS, "overflowed", lambda _: [FakeRun()])
-    backwards.lower_where_nobody_steps(scaling)
+    monkeypatch.setattr(ledger.BACKWARDS, "overflowed", lambda _: [FakeRun()])
+    ledger.lower_where_nobody_steps(scaling)
     mode.revert_all()
     assert "AUTOAMP_LOSS_SCALE=1" in caplog.text
     assert "loss_scale=1," not in caplog.text

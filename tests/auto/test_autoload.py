@@ -27,7 +27,7 @@ from autoamp.model import compile_backend
 from autoamp.model import convert as convert_module
 from autoamp.model.eligible import choose_precision
 from autoamp.options import Options
-from autoamp.training import first_step
+from autoamp.training import attach
 from tests.logs import warned
 from tests.processes import run_script
 from tests.small_models import BF16, WIDTH, Of, mlp
@@ -71,9 +71,9 @@ def test_both_who_read_the_switch_read_it_alike() -> None:
 def all_off_again(nothing_asked_for: None, off_again: None) -> Iterator[None]:
     # What other tests compiled listens to optimizers for as long as it lives.
     compile_backend._BACKENDS.clear()
-    first_step._scalings.clear()
-    while first_step._hook:
-        first_step._hook.pop().remove()
+    attach._scalings.clear()
+    while attach._hook:
+        attach._hook.pop().remove()
     level = PACKAGE.level
     yield
     autoamp.disable()

@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import autoamp
-from autoamp.training import saved_state
-from autoamp.training.master_state import KEY as MASTERS
+from autoamp.training import boundary
+from autoamp.training.masters import KEY as MASTERS
 from tests.conformance.table import Figures
 from tests.training.steps import BF16, differences, mlp, state_of, weights_of
 
@@ -95,7 +95,7 @@ FIELDS = sorted(autoamp.DynamicLossScale().state_dict())
 @given(anything)
 def test_any_entry(scaled: Trained, entry: Any) -> None:
     state = copy.deepcopy(scaled[1].state_dict())
-    state["param_groups"][0][saved_state.KEY] = entry
+    state["param_groups"][0][boundary.KEY] = entry
     assert "'autoamp' entry" in load(scaled, state)
 
 
@@ -103,7 +103,7 @@ def test_any_entry(scaled: Trained, entry: Any) -> None:
 @given(st.lists(anything, min_size=1, max_size=2))
 def test_any_list_of_scales(scaled: Trained, scales: list[Any]) -> None:
     state = copy.deepcopy(scaled[1].state_dict())
-    state["param_groups"][0][saved_state.KEY] = {"loss_scales": scales}
+    state["param_groups"][0][boundary.KEY] = {"loss_scales": scales}
     assert "loss scale" in load(scaled, state) or "does not fit" in load(scaled, state)
 
 
@@ -114,7 +114,7 @@ def test_any_field_of_a_scale(scaled: Trained, field: str, value: Any) -> None:
     model, optimizer = scaled
     before = copy.deepcopy(optimizer.state_dict())
     state = copy.deepcopy(before)
-    state["param_groups"][0][saved_state.KEY]["loss_scales"][0][field] = value
+    state["param_groups"][0][boundary.KEY]["loss_scales"][0][field] = value
     if load(scaled, state):
         return
     optimizer.load_state_dict(state)
@@ -127,7 +127,7 @@ def test_any_field_of_a_scale(scaled: Trained, field: str, value: Any) -> None:
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_missing_field_is_named(scaled: Trained, field: str) -> None:
     state = copy.deepcopy(scaled[1].state_dict())
-    del state["param_groups"][0][saved_state.KEY]["loss_scales"][0][field]
+    del state["param_groups"][0][boundary.KEY]["loss_scales"][0][field]
     assert field in load(scaled, state)
 
 
@@ -135,7 +135,7 @@ def test_the_fuzz_accepts_and_refuses(scaled: Trained, figures: Figures) -> None
     """Or the tests above would say nothing of the one or the other."""
     state = scaled[1].state_dict()
     assert load(scaled, copy.deepcopy(state)) == ""
-    state["param_groups"][0][saved_state.KEY]["loss_scales"][0]["\x1b[31mx"] = 1
+    state["param_groups"][0][boundary.KEY]["loss_scales"][0]["\x1b[31mx"] = 1
     assert "unknown '\\x1b[31mx'" in load(scaled, state)
     figures.count("states", 440)
 

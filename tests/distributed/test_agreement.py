@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 import autoamp
-from autoamp.training import rank_handshake
+from autoamp.training import ranks
 from tests.distributed.ranks import RankError, Ranks
 from tests.distributed.test_fsdp import sharded
 from tests.distributed.training import (
@@ -42,7 +42,7 @@ FP16: dict[str, Any] = {
 
 def train(rank: int, converted: list[dict[str, Any] | None], wrap: str) -> Trained:
     """Trains a model that each rank converts with options of its own, or not at all."""
-    rank_handshake.PATIENCE = 2.0
+    ranks.PATIENCE = 2.0
     net: nn.Module = Net()
     options = converted[rank]
     if options is not None:

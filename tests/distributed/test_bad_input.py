@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 import autoamp
-from autoamp.training import rank_handshake
+from autoamp.training import ranks
 from tests.distributed.ranks import RankError, Ranks
 from tests.distributed.test_fsdp import sharded
 from tests.distributed.training import WIDE, WIDTH, Block, Net, Trained, batch, steps
@@ -27,7 +27,7 @@ BY_NAME = {"fp16": FP16, "bf16": BF16}
 
 
 def wrapped(wrap: str, options: dict[str, Any]) -> nn.Module:
-    rank_handshake.PATIENCE = 2.0
+    ranks.PATIENCE = 2.0
     net = autoamp.convert(Net(), **options)
     return DistributedDataParallel(net) if wrap == "ddp" else sharded(net=net)
 
@@ -151,7 +151,7 @@ def test_another_precision_is_an_error_on_every_rank(wrap: str, two: Ranks) -> N
 
 def half_a_pipeline(rank: int, converted: int) -> None:
     """Only one of two stages is converted."""
-    rank_handshake.PATIENCE = 2.0
+    ranks.PATIENCE = 2.0
     first = nn.Sequential(nn.Linear(WIDTH, WIDE), Block())
     last = nn.Sequential(Block(), nn.Linear(WIDE, 4))
     model = (first, last)[rank]

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from autoamp.training.ledger.model_ledger import ModelLedger
-from autoamp.training.model_scaling import ModelScaling, ScaleDomain
 from autoamp.training.scale import NoLossScale
+from autoamp.training.scaling import ModelLedger, ModelScaling, ScaleDomain
 
 PACKAGE = Path(__file__).resolve().parents[2] / "autoamp"
 FIELDS = {each.name for each in dataclasses.fields(ModelScaling)} | set(

@@ -21,8 +21,8 @@ import autoamp
 from autoamp import DynamicLossScale
 from autoamp.model.conversion import conversion_of
 from autoamp.training.attach import attach
-from autoamp.training.ledger.backwards import BACKWARDS
-from autoamp.training.model_scaling import ModelScaling, ScaleDomain
+from autoamp.training.ledger import BACKWARDS
+from autoamp.training.scaling import ModelScaling, ScaleDomain
 
 WIDTH = 8
 BF16: dict[str, Any] = {

@@ -27,7 +27,7 @@ from autoamp.graph_functions import (
     unscale_grad,
 )
 from autoamp.rewrite.edge import scale_edge as edge
-from autoamp.training.ledger.backwards import BACKWARDS
+from autoamp.training.ledger import BACKWARDS
 from tests.models import BY_NAME, LARGE, Case
 from tests.quick import each_with_one, explored, some_slow
 from tests.small_models import Of

@@ -18,9 +18,7 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp import compat
-from autoamp.training import skips
 from autoamp.training.attach import boundary_of
-from autoamp.training.step import kernel_flag, move
 from tests.training.steps import (
     Reads,
     assert_same,
@@ -307,8 +305,9 @@ def by_largest(grads: Any) -> Tensor:
 @pytest.mark.parametrize("value", VALUES)
 def test_a_kernel_skips_without_a_wait(value: float, monkeypatch: Any) -> None:
     """Only the first step waits: its state has to be made, or not."""
-    for module in (kernel_flag, skips, move):
-        monkeypatch.setattr(module, "free_to_read", lambda _: False)
+    for module in ("step", "skips"):
+        free = f"autoamp.training.{module}.free_to_read"
+        monkeypatch.setattr(free, lambda _: False)
     monkeypatch.setattr(compat, "any_not_finite", by_largest)
     model, clean = mlp(), mlp()
     clean.load_state_dict(model.state_dict())

@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp import DynamicLossScale
-from autoamp.training.ledger.backwards import BACKWARDS
-from autoamp.training.scale import INIT_SCALE, by_gradient_size
-from autoamp.training.scale.by_gradient_size import LATER, LOOKS
+from autoamp.training.ledger import BACKWARDS
+from autoamp.training.scale import INIT_SCALE, LATER, LOOKS
 from tests.quick import some_slow
 from tests.small_models import Of
 from tests.training.steps import FP16, begin_at, scaling_of
@@ -160,7 +159,7 @@ def test_gradients_are_the_same_watched_or_not() -> None:
 
 
 def test_the_first_steps_are_watched_and_few_of_the_rest(monkeypatch) -> None:
-    monkeypatch.setattr(by_gradient_size, "LATER", 12)
+    monkeypatch.setattr("autoamp.training.scale.LATER", 12)
     run = Run("mlp", 1.0)
     seen = []
     for _ in range(LOOKS + 2 * 12 + 2):

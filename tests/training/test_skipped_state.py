@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp.training.ledger.buffers import HOLDING, Buffers
+from autoamp.training.buffers import HOLDING, Buffers
 from tests.small_models import WIDTH, Of
 from tests.training.steps import FP16
 

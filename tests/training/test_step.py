@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -376,3 +377,19 @@ def test_batches_are_what_they_seem() -> None:
     assert torch.isfinite(x).all()
     assert torch.isfinite(nn.functional.mse_loss(model(x), y) * 2.0**15)
     assert not math.isfinite(torch.tensor(HUGE) * 2.0**15)
+
+
+def test_the_log_tells_why(caplog: pytest.LogCaptureFixture) -> None:
+    model = converted()
+    optimizer = name(torch.optim.SGD(model.parameters(), 0.1), model)
+    with caplog.at_level(logging.DEBUG, "autoamp.training"):
+        for factor in (1.0, HUGE):
+            loss_of(model, 0, factor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    own = [r for r in caplog.records if r.name.startswith("autoamp.training")]
+    told = [r.getMessage() for r in own]
+    assert told == [
+        "autoamp: step 0 of SGD: no gradient overflows",
+        "autoamp: step 1 of SGD: gradients overflow",
+    ]

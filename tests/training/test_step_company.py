@@ -16,9 +16,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import autoamp
 from autoamp import DynamicLossScale, LossScaleError
-from autoamp.training import first_step
-from autoamp.training.ledger import backwards
-from autoamp.training.ledger.backwards import BACKWARDS
+from autoamp.training.ledger import BACKWARDS
 from tests.metrics import relative_error
 from tests.training.steps import (
     BF16,
@@ -295,8 +293,8 @@ def test_revert_gives_step_back_and_convert_takes_it_again(scheduled: str) -> No
 
 def test_global_hook_goes_with_the_last_conversion(monkeypatch) -> None:
     # Models of other tests may be alive: this one listens apart from them.
-    monkeypatch.setattr(first_step, "_scalings", weakref.WeakSet())
-    monkeypatch.setattr(first_step, "_hook", [])
+    monkeypatch.setattr("autoamp.training.attach._scalings", weakref.WeakSet())
+    monkeypatch.setattr("autoamp.training.attach._hook", [])
     hooks = torch_optimizer._global_optimizer_pre_hooks
     before = dict(hooks)
     models = [converted(), converted()]
@@ -339,7 +337,7 @@ def test_runs_of_dead_weights_concern_nobody() -> None:
 
 
 def test_runs_are_bounded_without_steps_and_none_is_lost(monkeypatch) -> None:
-    monkeypatch.setattr(backwards, "MOST", 32)
+    monkeypatch.setattr("autoamp.training.ledger.MOST", 32)
     monkeypatch.setattr(BACKWARDS, "runs", [])  # other tests' models may be alive
     model = converted()
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.training import first_step
-from autoamp.training.step import kernel_flag, move
+from autoamp.training import attach
 from tests.training.steps import BF16, HUGE, mlp, scaling_of
 
 # Dynamo's own, of an input that others computed.
@@ -59,8 +58,7 @@ def test_a_generator_that_is_not_converted_lowers_its_critics_scale(
     A fused generator's flag lies on a device, as on a GPU.
     """
     if fused:
-        for module in (move, kernel_flag):
-            monkeypatch.setattr(module, "free_to_read", lambda _: False)
+        monkeypatch.setattr("autoamp.training.step.free_to_read", lambda _: False)
     first, critic = nn.Linear(8, 8), autoamp.convert(mlp(), **BF16)
     # No step changes a weight: at 2**14 gradients are near the largest number, so that
     # for one seed in three a small change made a step overflow that had just not.
@@ -148,7 +146,7 @@ def test_reverting_a_copy_leaves_the_original_scaled() -> None:
     model = autoamp.convert(mlp(), **BF16)
     twin = copy.deepcopy(model)
     autoamp.revert(twin)
-    assert first_step._hook
+    assert attach._hook
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     (model(torch.ones(2, 8)).sum() * HUGE).backward()
     optimizer.step()

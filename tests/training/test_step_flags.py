@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.training.ledger.backwards import BACKWARDS
+from autoamp.training.ledger import BACKWARDS
 from tests.training.steps import (
     BF16,
     FP16,
@@ -251,7 +251,7 @@ def test_a_scale_at_its_floor_is_not_judged_by_a_model_that_is_gone(graph: str) 
     torch._dynamo.reset()
     gc.collect()
     assert run.is_orphaned
-    assert run.is_of_nobody is (kept is None)
+    assert (run.origin.graph() is None) is (kept is None)
     parts = [torch.optim.SGD(model[i].parameters(), 0.1) for i in (0, 2)]
     loss_of(model, 0, HUGE).backward()
     for optimizer in parts:

@@ -15,8 +15,6 @@ from torch import nn
 
 import autoamp
 from autoamp import LossScaleError
-from autoamp.training.scale import by_gradient_size
-from autoamp.training.step import kernel_flag, move
 from tests.training.steps import (
     HUGE,
     OPTIMIZERS,
@@ -48,8 +46,9 @@ STEPS = 4
 
 @pytest.fixture
 def as_on_gpu(monkeypatch) -> None:
-    for module in (move, kernel_flag, by_gradient_size):
-        monkeypatch.setattr(module, "free_to_read", lambda _: False)
+    for module in ("step", "scale"):
+        free = f"autoamp.training.{module}.free_to_read"
+        monkeypatch.setattr(free, lambda _: False)
 
 
 def make(label: str, model: nn.Module) -> Any:
@@ -181,13 +180,13 @@ def test_gradients_are_looked_at_only_where_they_may_be_old(
     base: nn.Module, monkeypatch
 ) -> None:
     looked: list[int] = []
-    real = autoamp.training.step.read.not_finite
+    real = autoamp.training.step.not_finite
 
     def look(grads: Any) -> Any:
         looked.append(1)
         return real(grads)
 
-    monkeypatch.setattr("autoamp.training.step.read.not_finite", look)
+    monkeypatch.setattr("autoamp.training.step.not_finite", look)
     model = fresh_copy(base)
     optimizer = make("AdamW-fused", model)
     for number in range(5):

@@ -14,8 +14,7 @@ import autoamp
 from autoamp.capture.graph import Graph
 from autoamp.model.conversion import conversion_of
 from autoamp.weights import copies
-from autoamp.weights.once_a_step import STEPS
-from autoamp.weights.sentinels import copies_of
+from autoamp.weights.sentinels import STEPS, copies_of
 
 LOW = torch.bfloat16
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp import compat
-from autoamp.training.ledger.backwards import BACKWARDS
+from autoamp.training.ledger import BACKWARDS
 from autoamp.weights import copies
 from tests.metrics import relative_error
 from tests.quick import each_with_one

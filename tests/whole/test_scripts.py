@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import autoamp
-from autoamp.training import first_step
+from autoamp.training import attach
 from tests.scripts import (
     LOW,
     SCRIPTS,
@@ -263,12 +263,12 @@ def test_a_compiled_function_is_put_back(in_bf16: None) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return torch.relu(x @ x)
 
-    x, before = torch.randn(8, 8), set(first_step._scalings)
+    x, before = torch.randn(8, 8), set(attach._scalings)
     compiled = torch.compile(function, backend="aot_eager")
     assert not torch.equal(compiled(x), function(x))
     autoamp.disable()
     assert torch.equal(compiled(x), function(x))
-    assert set(first_step._scalings) == before
+    assert set(attach._scalings) == before
 
 
 def test_calls_inside_a_users_compilation_are_counted(in_bf16: None) -> None:

@@ -11,21 +11,29 @@ result as in a run without overflow.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.optim import LBFGS, Optimizer
 from torch.utils import _pytree as pytree
 
+from autoamp import compat
 from autoamp.errors import LossScaleError
-from autoamp.training.optimizers import closure_of, params_of
-from autoamp.training.step.agree import agree
-from autoamp.training.step.boundary import OptimizerBoundary, Step
-from autoamp.training.step.decide import Decision, Way, decide_evaluation
-from autoamp.training.step.move import end_evaluations, move_evaluation
-from autoamp.training.step.read import read
-from autoamp.training.step.take import leaves_to_scaler
+from autoamp.training.boundary import OptimizerBoundary, Step, closure_of, params_of
+from autoamp.training.ledger import Sizes
+from autoamp.training.scale import DynamicLossScale
+from autoamp.training.skips import count_skips
+from autoamp.training.step import (
+    Way,
+    agree,
+    leaves_to_scaler,
+    mark,
+    note_overflow,
+    read,
+    settle_buffers,
+    update_scales,
+)
 
 
 def writes_first(optimizer: Optimizer) -> bool:
@@ -62,41 +70,41 @@ def step(
         return inner(*args, **kwargs)
     many = isinstance(boundary.optimizer, LBFGS)
     before = _Snapshot(boundary) if many or boundary.writes_first else None
-    guarded = _Guarded(boundary, closure, before)
-    args, kwargs = guarded.given(args, kwargs)
+    judged = _Judged(boundary, closure, before)
+    args, kwargs = _with_closure(judged, args, kwargs)
     try:
         result = inner(*args, **kwargs)
-        if not guarded.called and _decided(boundary).overflow:
+        if not judged.called and _judge_evaluation(boundary) is not Way.STEP:
             raise _Hopeless(None)
     except _Hopeless as overflow:
-        guarded.put_back()
-        end_evaluations(boundary, skipped=True)
+        judged.put_back()
+        _end_evaluations(boundary, skipped=True)
         return overflow.args[0]
     except LossScaleError:
-        guarded.put_back()
+        judged.put_back()
         raise
-    boundary.writes_first = guarded.written
-    end_evaluations(boundary)
+    boundary.writes_first = judged.written
+    _end_evaluations(boundary, skipped=False)
     return result
 
 
 def first_step(
     boundary: OptimizerBoundary, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """New arguments for a step that has already begun; None to keep the old ones.
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """New arguments for a step that has already begun, without the optimizer itself.
 
     Such a step cannot be skipped any more, so that an overflow in it is an error.
     """
-    closure = closure_of(args[1:], kwargs)
+    closure = closure_of(args, kwargs)
     if closure is None:
-        return None
-    guarded = _Guarded(boundary, closure, _Snapshot(boundary))
+        return args, kwargs
+    judged = _Judged(boundary, closure, _Snapshot(boundary))
 
     def closure_or_error() -> Any:
         try:
-            return guarded()
+            return judged()
         except _Hopeless:
-            guarded.put_back()
+            judged.put_back()
             raise LossScaleError(
                 "gradients overflow in the first step of "
                 f"{type(boundary.optimizer).__name__}, which has begun; nothing was "
@@ -104,27 +112,26 @@ def first_step(
                 "have such a step skipped"
             ) from None
         except LossScaleError:
-            guarded.put_back()
+            judged.put_back()
             raise
 
-    if len(args) > 1:
-        return (args[0], closure_or_error, *args[2:]), kwargs
-    return args, {**kwargs, "closure": closure_or_error}
+    return _with_closure(closure_or_error, args, kwargs)
 
 
-def _decided(boundary: OptimizerBoundary) -> Decision:
-    """The decision about one evaluation of a closure, which has just ended."""
-    reading = agree(boundary, read(boundary))
-    decision = decide_evaluation(boundary, reading)
-    move_evaluation(boundary, reading, decision)
-    return decision
+def _with_closure(
+    closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a step with another closure in the place of theirs."""
+    if args:
+        return (closure, *args[1:]), kwargs
+    return args, {**kwargs, "closure": closure}
 
 
 class _Hopeless(Exception):  # noqa: N818 (never reaches the user)
     """An overflow that no lower loss scale takes away; carries the loss."""
 
 
-class _Guarded:
+class _Judged:
     """A closure whose gradients are judged as soon as it has been evaluated.
 
     Attributes:
@@ -143,27 +150,19 @@ class _Guarded:
         self._boundary = boundary
         self._closure = closure
         self._before = before
-        self._again = isinstance(boundary.optimizer, LBFGS)
-
-    def given(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the step with this object in place of the closure."""
-        if args:
-            return (self, *args[1:]), kwargs
-        return args, {**kwargs, "closure": self}
 
     def __call__(self) -> Any:
-        if not self.called and not self._again:
+        many = isinstance(self._boundary.optimizer, LBFGS)
+        if not self.called and not many:
             self.written = self._before is not None and not self._before.holds()
         self.called = True
         while True:
             with torch.enable_grad():
                 loss = self._closure()
-            decision = _decided(self._boundary)
-            if decision.way is Way.STEP:
+            way = _judge_evaluation(self._boundary)
+            if way is Way.STEP:
                 return loss
-            if decision.way is Way.SKIP:
+            if way is Way.SKIP:
                 raise _Hopeless(loss)
 
     def put_back(self) -> None:
@@ -172,12 +171,75 @@ class _Guarded:
             self._before.restore()
 
 
+def _judge_evaluation(boundary: OptimizerBoundary) -> Way:
+    """Judges one evaluation of a closure, which has just ended.
+
+    An evaluation that overflowed moves loss scales at once; the evaluations without
+    overflow move the scales together, when the step ends.
+
+    Raises:
+        LossScaleError: gradients overflow at the lowest loss scale allowed.
+    """
+    reading = agree(boundary, read(boundary))
+    overflow, way = bool(reading.flag), Way.STEP
+    if overflow:
+        way = Way.RETRY if _can_retry(boundary) else Way.SKIP
+    boundary.log(way.value)
+    if overflow:
+        settle_buffers(boundary, reading, overflow)
+    if not reading.known:
+        return way
+    runs = note_overflow(boundary, reading, overflow)
+    if overflow:
+        update_scales(runs, reading.flag, reading.sizes, retries=True)
+    else:
+        boundary.passed += runs
+        boundary.passed_sizes.append(reading.sizes)
+    return way
+
+
+def _can_retry(boundary: OptimizerBoundary) -> bool:
+    """Whether the closure can be evaluated again, and the loss scale can be lowered."""
+    scales = boundary.loss_scales
+    lowers = bool(scales) and all(isinstance(s, DynamicLossScale) for s in scales)
+    return lowers and isinstance(boundary.optimizer, LBFGS)
+
+
+def _end_evaluations(boundary: OptimizerBoundary, *, skipped: bool) -> None:
+    """Ends a step of several evaluations: the step counts once, not once for each."""
+    flag = compat.clear_flag().fill_(float(skipped))
+    if not skipped:
+        sizes = _largest_of(boundary.passed_sizes)
+        update_scales(boundary.passed, flag, sizes, retries=True)
+    for scaling in boundary.scalings:
+        scaling.ledger.buffers.forget()
+    for scale in boundary.loss_scales:
+        scale.count_skipped(flag)
+    count_skips(boundary.scalings, flag)
+    boundary.passed, boundary.passed_sizes = [], []
+    mark(boundary, skipped)
+
+
+def _largest_of(evaluations: Sequence[Sizes]) -> Sizes:
+    """How large gradients were in several evaluations of one step."""
+    found: Sizes = {}
+    for sizes in evaluations:
+        for scale, largest in sizes.items():
+            before = found.get(scale, largest)
+            if before is None or largest is None:
+                found[scale] = None
+            else:
+                found[scale] = before.maximum(largest)
+    return found
+
+
 class _Snapshot:
     """A copy of an optimizer's weights and state, to go back to."""
 
     def __init__(self, boundary: OptimizerBoundary) -> None:
         self.optimizer = boundary.optimizer
-        self.params = boundary.weights
+        masters = () if boundary.masters is None else boundary.masters.of.values()
+        self.params = [*boundary.params, *masters]
         self.values = [p.detach().clone() for p in self.params]
         self.state = self._copied(self.optimizer.state)
 

@@ -11,7 +11,7 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,8 +32,7 @@ class _Kept:
     after: int
 
 
-@dataclass(frozen=True)
-class Written:
+class Written(NamedTuple):
     """Which buffers a graph writes to.
 
     Attributes:
@@ -74,9 +73,8 @@ class Written:
             module = holder()
             held = {} if module is None else compat.buffers_here(module)
             if held.get(name) is args[at]:  # and not the buffer of a copy of the model
-                found += [
-                    b for b in held.values() if b is not None and b is not args[at]
-                ]
+                others = [b for b in held.values() if b is not None]
+                found += [b for b in others if b is not args[at]]
         return found
 
 
@@ -128,26 +126,24 @@ class Buffers:
         """Undoes the writes of runs; with a `flag`, where it is set, without a wait."""
         every = [*self._kept.values()]
         self.forget()
+        if not every:
+            return
+        buffers, copies = [k.buffer for k in every], [k.copy for k in every]
         with torch.no_grad(), contextlib.ExitStack() as stack:
             for kept in every:
                 if kept.before == compat.version(kept.buffer):
                     # Nor has the forward of a norm moved the version.
                     stack.enter_context(compat.version_kept(kept.buffer))
-            buffers, copies = [k.buffer for k in every], [k.copy for k in every]
             if flag is not None:
-                found = {d: flag.to(d).reshape(()) != 0 for d in _devices(buffers)}
+                devices = {buffer.device for buffer in buffers}
+                found = {d: flag.to(d).reshape(()) != 0 for d in devices}
                 copies = [
                     torch.where(found[buffer.device], copy, buffer)
                     for buffer, copy in zip(buffers, copies, strict=True)
                 ]
-            if buffers:
-                compat.copy_all(buffers, copies)
+            compat.copy_all(buffers, copies)
 
     def forget(self) -> None:
         """Lets the writes be: a step was taken."""
         self._kept, self._spare = {}, self._kept or self._spare
         HOLDING.discard(self)
-
-
-def _devices(tensors: Sequence[torch.Tensor]) -> set[torch.device]:
-    return {tensor.device for tensor in tensors}

@@ -9,25 +9,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import fx
 
 from autoamp import compat
-from autoamp.rewrite.rewritten import Rewritten
-
-
-class RunsGraph(Protocol):
-    """The owner of a graph: runs of the graph may outlive the owner."""
-
-    @property
-    def gm(self) -> fx.GraphModule:
-        """The graph that is run."""
-
-    @property
-    def rewritten(self) -> Rewritten | None:
-        """The pass's record of the graph, or None where the pass failed."""
 
 
 class Leaves:
@@ -44,10 +30,11 @@ class Leaves:
 
     __slots__ = ("ids", "known", "memories")
 
-    def __init__(self, tensors: Sequence[torch.Tensor], ids: list[int]) -> None:
-        self.ids = ids
-        self.known = frozenset(ids)
-        self.memories = dict(zip(ids, map(compat.memory_of, tensors), strict=True))
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.ids = list(map(id, tensors))
+        self.known = frozenset(self.ids)
+        memories = map(compat.memory_of, tensors)
+        self.memories = dict(zip(self.ids, memories, strict=True))
 
     @property
     def stale(self) -> bool:
@@ -71,13 +58,13 @@ class Origin:
     """A graph, and where its gradients go while the same inputs are leaves.
 
     Attributes:
-        graph: a weak reference to the owner of the graph.
+        graph: a weak reference to the captured graph, which its runs may outlive.
         positions: the positions of the leaves among the graph's inputs.
         passes_on: whether gradients leave the graph through inputs that were computed.
     """
 
     def __init__(
-        self, graph: weakref.ref[RunsGraph], positions: list[int], passes_on: bool
+        self, graph: weakref.ref[Any], positions: list[int], passes_on: bool
     ) -> None:
         self.graph = graph
         self.positions = positions
@@ -87,10 +74,9 @@ class Origin:
     def leaves(self, args: Sequence[Any]) -> tuple[list[torch.Tensor], Leaves]:
         """The leaves among `args`; the `Leaves` stay one object while the ids do."""
         tensors = [args[i] for i in self.positions]
-        ids = list(map(id, tensors))
         known = self._leaves
-        if known is None or known.stale or known.ids != ids:
-            self._leaves = known = Leaves(tensors, ids)
+        if known is None or known.stale or known.ids != list(map(id, tensors)):
+            self._leaves = known = Leaves(tensors)
         return tensors, known
 
 
@@ -98,13 +84,14 @@ class Origins:
     """The origins of the runs of one graph."""
 
     def __init__(
-        self, graph: RunsGraph, inputs: Sequence[Any], exits: Sequence[int]
+        self, graph: object, inputs: Sequence[Any], exits: Sequence[int]
     ) -> None:
         """Args: `inputs` of one run; gradients leave at the inputs `exits`."""
         self._graph = weakref.ref(graph)
         self._exits = exits
         self._known: dict[tuple[bool, ...], Origin] = {}
-        needing = [i for i, v in enumerate(inputs) if _needs_grad(v)]
+        tensors = [i for i, v in enumerate(inputs) if isinstance(v, torch.Tensor)]
+        needing = [i for i in tensors if inputs[i].requires_grad]
         # Dynamo captures anew where a parameter becomes an ordinary tensor, and where
         # `requires_grad` changes: so a call only asks whether other inputs are leaves.
         self._asked = [i for i in needing if not _is_weight(inputs[i])]
@@ -122,10 +109,6 @@ class Origins:
             positions = [*self._always, *more]
             self._known[pattern] = Origin(self._graph, positions, passes_on)
         return self._known[pattern]
-
-
-def _needs_grad(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _is_weight(value: torch.Tensor) -> bool:

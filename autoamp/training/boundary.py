@@ -1,0 +1,306 @@
+"""What stands round an optimizer's `step`: its memory, its state, its wrappers."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from autoamp.errors import CheckpointError
+from autoamp.training.ledger import GraphRun, Sizes
+from autoamp.training.masters import Masters, without_masters
+from autoamp.training.scale import (
+    DynamicLossScale,
+    LossScale,
+    NoLossScale,
+    StaticLossScale,
+)
+from autoamp.training.scaling import ModelScaling
+
+logger = logging.getLogger(__name__)
+
+Step = Callable[..., Any]
+
+BOUNDARIES: weakref.WeakSet[OptimizerBoundary] = weakref.WeakSet()
+"""The boundaries of all optimizers that have one."""
+
+KEY = "autoamp"
+"""The entry of the first saved parameter group that holds the loss scales."""
+
+_FIELDS = {"loss_scales"}
+
+_DEEPEST = 24
+"""How many frames are searched for the wrappers' steps."""
+
+_MARK, _BEHIND = "step_was_skipped", "_is_overflow"
+
+
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that finally steps, inside accelerate's or Lightning's wrappers."""
+    seen = {id(optimizer)}
+    while True:
+        held = [vars(optimizer).get(n) for n in ("optimizer", "_optimizer", "optim")]
+        inner = [each for each in held if isinstance(each, Optimizer)]
+        if not inner or id(inner[0]) in seen:
+            return optimizer
+        optimizer = inner[0]
+        seen.add(id(optimizer))
+
+
+def params_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The tensors `optimizer` optimizes now: groups may be added at any time."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def closure_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """The closure among the arguments of a step, or None."""
+    found: Callable[[], Any] | None = args[0] if args else kwargs.get("closure")
+    return found
+
+
+class OptimizerBoundary:
+    """Stands between an optimizer and the gradients that the optimizer is given.
+
+    Attributes:
+        optimizer: the user's own; only its instance attribute `step` is ours.
+        previous: the instance's own `step` before, a scheduler's wrapper say, or None.
+        bound: the `step` that the boundary put on the instance; None before.
+        hooks: the hooks that save and load our entries with the optimizer's state.
+        off: whether the boundary was taken away, but other code has wrapped its `step`.
+        scalings: the scaling of each model that the optimizer was seen to step.
+        pending: saved loss scales of models that the optimizer has yet to meet.
+        masters: the masters of the optimizer's half-precision parameters; None where
+            `convert` was not given the optimizer with a model of such parameters.
+        last_read: number of the last run whose flags were read.
+        steps: how often `step` was called.
+        skipped_before: whether the last step is known to have been skipped.
+        unsure: the runs of the last steps whose flags only a kernel has read.
+        passed: the runs of the evaluations of one step, so far without overflow.
+        passed_sizes: how large gradients were in each of these evaluations.
+        writes_first: whether the step may write before it evaluates its closure.
+        listeners: `ModelScaling.on_step` of all models that the optimizer steps.
+        wrappers: the optimizers round this one that show whether a step was skipped.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.previous: Step | None = optimizer.__dict__.get("step")
+        self.bound: types.MethodType | None = None
+        self.hooks: list[RemovableHandle] = []
+        self.off = False
+        self.scalings: list[ModelScaling] = []
+        self.pending: list[Any] = []
+        self.masters: Masters | None = None
+        self.last_read = -1
+        self.steps = 0
+        self.skipped_before = False
+        self.unsure: Sequence[GraphRun] = ()
+        self.passed: list[GraphRun] = []
+        self.passed_sizes: list[Sizes] = []
+        self.writes_first = True
+        self.listeners: Sequence[Callable[..., None]] = ()
+        self.wrappers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._outer: Callable[[], Optimizer | None] = lambda: None
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        """The tensors optimized now, by all parts of a ZeroRedundancyOptimizer."""
+        return params_of(self._outer() or self.optimizer)
+
+    def note_outer(self, outer: Optimizer) -> None:
+        """Notes the optimizer that wraps this one."""
+        if outer is not self.optimizer:
+            self._outer = weakref.ref(outer)
+
+    @property
+    def scale_of_each(self) -> list[LossScale]:
+        """The loss scale of each of the optimizer's models; several may share one."""
+        return [s.domain.loss_scale for s in self.scalings if s.enabled]
+
+    @property
+    def loss_scales(self) -> list[LossScale]:
+        """The loss scales of the optimizer's models, each once."""
+        return list({id(s): s for s in self.scale_of_each}.values())
+
+    def link(self, scaling: ModelScaling) -> None:
+        """Notes that the optimizer steps weights of a model."""
+        scaling.ledger.stepped = True
+        if scaling not in self.scalings:
+            if self.pending and scaling.enabled:
+                self._load([scaling.domain.loss_scale], self.pending)
+            self.scalings.append(scaling)
+            self.listeners = (*self.listeners, *scaling.on_step)
+
+    def tell(self, skipped: bool | torch.Tensor) -> None:
+        """Counts a step for each model, and tells the listeners of it.
+
+        Args:
+            skipped: whether the step is skipped; a flag where only a kernel knows.
+        """
+        for scaling in self.scalings:
+            scaling.ledger.steps += 1
+        for listener in self.listeners:
+            listener(skipped)
+
+    def log(self, reason: str) -> None:
+        """Logs what was decided about a step, for debugging."""
+        name = type(self.optimizer).__name__
+        logger.debug("autoamp: step %d of %s: %s", self.steps, name, reason)
+
+    # -- saved state -----------------------------------------------------------------
+    #
+    # The scales travel as one more entry of the first parameter group, because such an
+    # entry survives in an optimizer that has no boundary: an optimizer whose state is
+    # loaded before its first step, and a plain one, in a run without autoamp, which
+    # carries the entry along unread.
+
+    def carry(self) -> None:
+        """Makes the optimizer's saved state carry loss scales and masters."""
+        optimizer = self.optimizer
+        loaded: list[list[Any]] = []
+        whole: list[dict[str, Any]] = []
+
+        def save(_: Optimizer, state: dict[str, Any]) -> None:
+            scales = [s.state_dict() for s in self.scale_of_each] + self.pending
+            if scales and state["param_groups"]:
+                state["param_groups"][0][KEY] = {"loss_scales": scales}
+            if self.masters is not None:
+                self.masters.save(state)
+
+        def before_load(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+            loaded.clear()
+            whole[:] = [state]
+            if self.masters is not None:
+                self.masters.check(state)
+            groups = [dict(group) for group in state["param_groups"]]
+            if groups and KEY in groups[0]:
+                scales = _checked(groups[0].pop(KEY))
+                for scale, saved in zip(self.scale_of_each, scales, strict=False):
+                    scale.check(saved)
+                loaded.append(scales)
+            return {**state, "param_groups": groups, "state": without_masters(state)}
+
+        def after_load(_: Optimizer) -> None:
+            for scales in loaded:
+                self._load(self.scale_of_each, scales)
+            if self.masters is not None:
+                self.masters.load(whole[0])
+            loaded.clear()
+            whole.clear()
+
+        self.hooks = [
+            optimizer.register_state_dict_post_hook(save),
+            optimizer.register_load_state_dict_pre_hook(before_load),
+            optimizer.register_load_state_dict_post_hook(after_load),
+        ]
+        # The state may have been loaded before the optimizer was met.
+        for group in optimizer.param_groups[:1]:
+            if KEY in group:
+                self._load(self.scale_of_each, _checked(group.pop(KEY)))
+
+    def _load(self, scales: list[LossScale], saved: list[Any]) -> None:
+        """Loads saved loss scales, in order; the rest is for models met later.
+
+        Raises:
+            LossScaleError: a saved scale does not fit; nothing is changed.
+        """
+        for scale, state in zip(scales, saved, strict=False):
+            scale.check(state)
+        for scale, state in zip(scales, saved, strict=False):
+            scale.load_state_dict(state)
+        self.pending = saved[len(scales) :]
+
+    # -- wrappers --------------------------------------------------------------------
+    #
+    # accelerate's scheduler, and the Trainer of transformers, ask accelerate's wrapper
+    # of an optimizer whether the last step was skipped.  That wrapper knows of skipped
+    # steps only where it has a GradScaler.  The optimizer inside does not know its
+    # wrapper, so a wrapper is found on Python's stack: it is the one whose `step` is
+    # stepping the optimizer.
+
+    def show(self, skipped: Any) -> None:
+        """Sets `step_was_skipped` on the optimizer, and on the wrappers that have it.
+
+        Args:
+            skipped: whether the step was skipped; a tensor where only the device knows.
+        """
+        optimizer: Any = self.optimizer
+        optimizer.step_was_skipped = skipped
+        self.find_wrappers()
+        self.show_on_wrappers(skipped)
+
+    def find_wrappers(self) -> None:
+        """Notes the wrappers that step the optimizer now, and have a mark to set."""
+        found = _stepping(self.optimizer)
+        self.wrappers.update(w for w in found if _is_behind(w) or _MARK in vars(w))
+
+    def show_on_wrappers(self, skipped: Any) -> None:
+        """Sets the mark on the wrappers that were seen to step the optimizer."""
+        for wrapper in self.wrappers:
+            vars(wrapper)[_BEHIND if _is_behind(wrapper) else _MARK] = skipped
+
+
+def _stepping(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """The wrappers in whose `step` the optimizer is being stepped."""
+    frame: types.FrameType | None = sys._getframe(1)
+    for _ in range(_DEEPEST):
+        if frame is None:
+            return
+        code = frame.f_code
+        # The locals of a frame, once read, live as long as the frame does, so that
+        # those of a training loop must not be read.
+        if code.co_name == "step" and code.co_argcount:
+            owner = frame.f_locals.get(code.co_varnames[0])
+            # A GradScaler that accelerate's wrapper steps by ends the search too: the
+            # wrapper notes what it did.
+            if not isinstance(owner, Optimizer) or innermost(owner) is not optimizer:
+                return
+            if owner is not optimizer:
+                yield owner
+        frame = frame.f_back
+
+
+def _is_behind(wrapper: Optimizer) -> bool:
+    """Whether the mark is a property that reads an attribute, as accelerate's is."""
+    mark = inspect.getattr_static(type(wrapper), _MARK, None)
+    return isinstance(mark, property) and _BEHIND in vars(wrapper)
+
+
+def check_loaded(optimizer: Optimizer) -> None:
+    """Raises where `carry` could not use the state that the optimizer was loaded with.
+
+    Raises:
+        AutoampError: as for `load_state_dict`.
+    """
+    for group in optimizer.param_groups[:1]:
+        if KEY in group:
+            _checked(group[KEY])
+
+
+def _checked(saved: Any) -> list[Any]:
+    """The saved loss scales, each of which is known to be usable."""
+    fields = set(saved) if isinstance(saved, dict) else set()
+    if fields != _FIELDS or not isinstance(saved["loss_scales"], list):
+        raise CheckpointError(
+            f"the {KEY!r} entry of the saved optimizer state holds "
+            f"{sorted(map(str, fields)) or type(saved).__name__}, not a list "
+            "'loss_scales'; it was made by another version, or damaged. Remove "
+            f"state['param_groups'][0][{KEY!r}] to begin with a new loss scale"
+        )
+    dynamic = DynamicLossScale()
+    others: dict[str, LossScale] = {
+        type(s).__name__: s for s in (StaticLossScale(1.0), NoLossScale())
+    }
+    scales = list(saved["loss_scales"])
+    for scale in scales:
+        kind = scale.get("kind") if isinstance(scale, dict) else None
+        others.get(str(kind), dynamic).check(scale)
+    return scales

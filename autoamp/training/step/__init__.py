@@ -1,1 +1,0 @@
-"""One step of an optimizer: read, agree, decide, move."""
