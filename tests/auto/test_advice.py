@@ -34,7 +34,7 @@ NAMES_AN_OPTION = re.compile(rf"(?<![\w.])({'|'.join(OPTIONS)})=")
 SPEAK_PYTHON = {
     "options.py": "an option that a caller gave in Python is the message's subject",
     "pass_options.py": "likewise",
-    "training/scale/__init__.py": "likewise; environment.py checks variables by itself",
+    "training/scale.py": "likewise; environment.py checks variables by itself",
     "auto/switch.py": "`unmet` is set by `enable(keep=...)` alone",
     "api.py": "the answer to a call of `convert`, made in Python",
     "calibrate/tune.py": "likewise",

@@ -253,39 +253,6 @@ def test_infinities_that_clipping_made_finite(named: bool) -> None:
         assert moved(before, model) == (factor == 1.0)
 
 
-@pytest.mark.thorough(
-    but=[
-        "cpu-True-value-0",
-        "cpu-True-norm-0",
-        "cpu-True-none-1",
-        "cpu-False-value-1",
-        "cpu-False-norm-2",
-        "cpu-False-none-2",
-    ]
-)
-@pytest.mark.parametrize("bad", [0, 1, 2])
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_overflow_in_one_micro_batch_skips_the_whole_step(
-    base: nn.Module, bad: int, clip: str, set_to_none: bool
-) -> None:
-    model = fresh_copy(base)
-    optimizer = sgd(model)
-    for step in range(4):
-        before = weights_of(model)
-        for micro in range(3):
-            factor = HUGE if (step, micro) == (1, bad) else 1 / 3
-            loss_of(model, 10 * step + micro, factor).backward()
-            CLIPS[clip](model)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none)
-        assert optimizer.step_was_skipped == (step == 1)
-        assert (not moved(before, model)) == (step == 1)
-    report = autoamp.report(model).loss_scale
-    assert report.scale == 2.0**14
-    assert report.growth_tracker == 2
-
-
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_infinite_gradients_that_were_never_zeroed_do_not_reach_the_weights(
     base: nn.Module, accumulated: bool
@@ -387,7 +354,7 @@ def test_the_log_tells_why(caplog: pytest.LogCaptureFixture) -> None:
             loss_of(model, 0, factor).backward()
             optimizer.step()
             optimizer.zero_grad()
-    own = [r for r in caplog.records if r.name.startswith("autoamp.training")]
+    own = [r for r in caplog.records if r.name == "autoamp.training.boundary"]
     told = [r.getMessage() for r in own]
     assert told == [
         "autoamp: step 0 of SGD: no gradient overflows",

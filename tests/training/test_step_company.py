@@ -326,14 +326,14 @@ def test_runs_of_dead_weights_concern_nobody() -> None:
     loss_of(model, 0, HUGE).backward()
     run = BACKWARDS.runs[-1]
     held = {id(p): p for p in model.parameters()}
-    assert run.touches(held)
+    assert run.leaves.are_among(held)
     others = {place: torch.zeros(3) for place in held}
-    assert not run.touches(others)
+    assert not run.leaves.are_among(others)
     held.clear()
     del model
     torch._dynamo.reset()
     gc.collect()
-    assert not run.touches(others)
+    assert not run.leaves.are_among(others)
 
 
 def test_runs_are_bounded_without_steps_and_none_is_lost(monkeypatch) -> None:

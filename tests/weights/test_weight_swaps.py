@@ -509,7 +509,7 @@ def test_a_cuda_graph_gets_copies_of_its_own(monkeypatch) -> None:
         kept = [low_copy(p) for p in model.parameters()]
         handed_in = copies.WeightCopies(torch.bfloat16)
         monkeypatch.setattr(copies, "_capturing", lambda: True)
-        monkeypatch.setattr(copies, "_on_side_stream", lambda device: True)
+        monkeypatch.setattr(copies, "_aside", lambda devices: True)
         own = handed_in.fresh(list(model.parameters()))
         monkeypatch.undo()
         assert [low_copy(p) for p in model.parameters()] == kept
