@@ -39,7 +39,7 @@ from autoamp.graph_functions import (
     unscaled_weights,
     with_dtypes,
 )
-from autoamp.graph_functions.gathers import gather_low, gathered_low
+from autoamp.graph_functions.meshes import gather_low, gathered_low
 from autoamp.trace.meshes import MESH_CALL
 
 _ATEN = torch.ops.aten

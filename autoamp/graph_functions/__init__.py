@@ -1,9 +1,8 @@
 """The functions a rewritten graph calls that are not ATen ops.
 
 Each of these functions is one node: tracing never looks inside, so a rewritten graph
-can be rewritten again, printed, and executed from its printed code.  A kernel's own
-function is in the kernel's folder (`autoamp/kernels/*/function.py`), and is listed here
-with the others.
+can be rewritten again, printed, and executed from its printed code.  The functions of
+kernels are in `autoamp/kernels/functions/`, and are listed here with the others.
 """
 
 from __future__ import annotations
@@ -12,32 +11,29 @@ from collections.abc import Callable
 from typing import Any
 
 from autoamp.graph_functions.casts import (
-    low_uses,
-    low_weight,
-    low_weight_unscaled,
-    saturating_cast,
-    scaled_result,
-)
-from autoamp.graph_functions.checkpoints import checkpoint_as_python_does, checkpointed
-from autoamp.graph_functions.edge import scale_grad, unscale_grad, unscale_grad_
-from autoamp.graph_functions.gathers import gather_low, gathered_low
-from autoamp.graph_functions.half import unscale_half
-from autoamp.graph_functions.layouts import laid_out
-from autoamp.graph_functions.meshes import MESH_CALLS
-from autoamp.graph_functions.promises import dtypes_in, with_dtypes
-from autoamp.graph_functions.states import (
     BOTH_WAYS,
     STATE,
     WITH_FP32_STATE,
-    op_with_its_state,
-)
-from autoamp.graph_functions.together import (
+    dtypes_in,
+    laid_out,
+    low_uses,
+    low_weight,
+    low_weight_unscaled,
     low_weights,
     low_weights_unscaled,
+    op_with_its_state,
+    saturating_cast,
+    scaled_result,
+    unscale_half,
     unscaled_weights,
+    with_dtypes,
 )
+from autoamp.graph_functions.edge import scale_grad, unscale_grad, unscale_grad_
+from autoamp.graph_functions.meshes import MESH_CALLS, gather_low, gathered_low
 from autoamp.graph_functions.traceable import (
     FOR_COMPILERS,
+    checkpoint_as_python_does,
+    checkpointed,
     traced_scale_grad_,
     traced_scale_grad_apart,
 )

@@ -5,11 +5,12 @@ and divided by S, in fp32, where it leaves (at the inputs and parameters).  Insi
 graph every gradient is S times its true value, so that small gradients do not underflow
 in fp16; outside the graph every gradient has its true value.
 
-Gradients of any order are exact, because the backward of each of the four
-operations is another of the four:
+Both are a product with a factor, S or 1/S, and only a gradient that leaves is checked:
+it has a `found_inf`.  Gradients of any order are exact, because the backward of each of
+two operations is the other one:
 
-    unscale out  x      backward: unscale      scale in  y      backward: scale
-    unscale      g / S  backward: unscale out  scale     g * S  backward: scale in
+    change nothing  x           backward: multiply
+    multiply        g * factor  backward: change nothing
 
 (A gradient of a gradient enters with factor 1, because the inner gradient to which the
 outer one belongs is already S times its true value.)
@@ -43,7 +44,7 @@ def scale_grad(value: Tensor, loss_scale: Tensor) -> Tensor:
         if not whole.requires_grad:  # a rank's part of a DTensor shows its memory
             whole = value
         if whole.grad_fn is None:
-            compat.hook_gradient(whole, functools.partial(_scale, loss_scale))
+            compat.hook_gradient(whole, functools.partial(gradient, loss_scale, None))
         else:
             # A hook on the node runs after every hook on the tensor, the caller's later
             # ones too, and after `autograd.grad` has taken the gradients asked for.
@@ -63,9 +64,8 @@ def unscale_grad(value: Tensor, inv_loss_scale: Tensor, found_inf: Tensor) -> Te
     # `view_as` would not do: its backward reshapes, and a gradient may be sparse.
     alias: Tensor = torch.ops.aten.alias.default(value)
     if alias.requires_grad:
-        unscale = _unscale if value.is_leaf else _unscale_and_pass_on
-        unscale_out = functools.partial(unscale, inv_loss_scale, found_inf)
-        compat.hook_gradient(alias, unscale_out)
+        leave = gradient if value.is_leaf else _gradient_passed_on
+        compat.hook_gradient(alias, functools.partial(leave, inv_loss_scale, found_inf))
     return alias
 
 
@@ -83,21 +83,32 @@ def unscale_grad_(value: Tensor, inv_loss_scale: Tensor, found_inf: Tensor) -> T
     return value
 
 
-def scaled(grad: Tensor, loss_scale: Tensor) -> Tensor:
-    """`grad` times `loss_scale`, in the dtype of `grad`, even a 0-dim half `grad`."""
+def scaled(grad: Tensor, factor: Tensor) -> Tensor:
+    """`grad` times `factor`, in the dtype of `grad`, even a 0-dim half `grad`."""
     if compat.is_distributed(grad):  # a product of DTensors might add parts up first
-        return compat.with_memory(grad, scaled(compat.own_memory(grad), loss_scale))
-    return (grad * loss_scale).to(grad.dtype)
+        return compat.with_memory(grad, scaled(compat.own_memory(grad), factor))
+    return (grad * factor).to(grad.dtype)
 
 
-def unscaled(grad: Tensor, inv_loss_scale: Tensor, found_inf: Tensor) -> Tensor:
-    """`grad` times `inv_loss_scale`, as a new tensor of the same dtype.
+def plainly_unscaled(grad: Tensor, inv_loss_scale: Tensor, found_inf: Tensor) -> Tensor:
+    """`grad` unscaled and checked by plain ops: any dtype and layout, and they fuse."""
+    result = scaled(grad, inv_loss_scale)
+    # No optimizer steps by a batch or a tangent.
+    if not (compat.is_batch(grad) or compat.forward_mode()):
+        compat.check_finite(result, found_inf)
+    return result
 
-    `found_inf` is set to 1 where the product is not finite.
+
+def _multiplied(grad: Tensor, factor: Tensor, found_inf: Tensor | None) -> Tensor:
+    """`grad` times `factor`, as a new tensor of the same dtype.
+
+    `found_inf`, if there is one, is set to 1 where the product is not finite.
     """
+    if found_inf is None:
+        return scaled(grad, factor)
     if grad.dtype != torch.float32 or grad.layout != torch.strided:
-        return plainly_unscaled(grad, inv_loss_scale, found_inf)
-    return _unscaled_in_place(grad.clone(), inv_loss_scale, found_inf)
+        return plainly_unscaled(grad, factor, found_inf)
+    return _unscaled_in_place(grad.clone(), factor, found_inf)
 
 
 def _unscaled_in_place(
@@ -117,15 +128,6 @@ def _unscaled_in_place(
     return grad
 
 
-def plainly_unscaled(grad: Tensor, inv_loss_scale: Tensor, found_inf: Tensor) -> Tensor:
-    """`unscaled` by plain ops, which take any dtype and layout and which fuse."""
-    result = scaled(grad, inv_loss_scale)
-    # No optimizer steps by a batch or a tangent.
-    if not (compat.is_batch(grad) or compat.forward_mode()):
-        compat.check_finite(result, found_inf)
-    return result
-
-
 def leaving(wide: Tensor, inv_loss_scale: Tensor, found_inf: Tensor) -> Tensor:
     """`wide`, the gradient of an fp32 leaf, unscaled and checked.
 
@@ -133,7 +135,7 @@ def leaving(wide: Tensor, inv_loss_scale: Tensor, found_inf: Tensor) -> Tensor:
     result is differentiated again.
     """
     if torch.is_grad_enabled():  # create_graph=True
-        return unscale_inside_grad(wide, inv_loss_scale, found_inf)
+        return multiplied_again(wide, inv_loss_scale, found_inf)
     return _unscaled_in_place(wide, inv_loss_scale, found_inf)
 
 
@@ -150,10 +152,7 @@ def passed_on(grad: Tensor, found_inf: Tensor) -> Tensor:
 
 
 def infinities_as_nan(grad: Tensor) -> Tensor:
-    """`grad` with NaN for infinities; nobody clips sparse or complex gradients.
-
-    Sparse and complex gradients are therefore returned unchanged.
-    """
+    """`grad` with NaN for infinities; nobody clips sparse or complex gradients."""
     if grad.layout != torch.strided or grad.is_complex():
         return grad
     if compat.is_distributed(grad):
@@ -162,92 +161,70 @@ def infinities_as_nan(grad: Tensor) -> Tensor:
     return grad.nan_to_num(torch.nan, torch.nan, torch.nan)
 
 
-def unscale_inside_grad(
-    grad: Tensor, inv_loss_scale: Tensor, found_inf: Tensor
+def multiplied_again(
+    grad: Tensor, factor: Tensor, found_inf: Tensor | None = None
 ) -> Tensor:
-    """`unscaled` in differentiable form, for a backward with `create_graph=True`."""
-    edge = inv_loss_scale, found_inf
-    return compat.on_whole_batch(_apply_unscale, grad, *edge)
-
-
-def scale_inside_grad(grad: Tensor, loss_scale: Tensor) -> Tensor:
-    """`grad` times `loss_scale` in differentiable form."""
-    return compat.on_whole_batch(_apply_scale, grad, loss_scale)
-
-
-def unscaled_grad(grad: Tensor, inv_loss_scale: Tensor, found_inf: Tensor) -> Tensor:
-    """`unscaled`, in differentiable form where the result is differentiated again."""
-    if torch.is_grad_enabled():  # create_graph=True
-        return unscale_inside_grad(grad, inv_loss_scale, found_inf)
-    return unscaled(grad, inv_loss_scale, found_inf)
+    """`grad` times `factor`, in differentiable form, for `create_graph=True`."""
+    return compat.on_whole_batch(_apply_multiply, grad, factor, found_inf)
 
 
 @compat.never_captured
-def _unscale(
-    inv_loss_scale: Tensor, found_inf: Tensor, grad: Tensor | None
-) -> Tensor | None:
+def gradient(factor: Tensor, found_inf: Tensor | None, grad: Any) -> Any:
+    """`grad` times `factor`, as a hook on a gradient gives it; checked if it leaves."""
     if grad is None:  # no gradient flows back here: low copies send theirs elsewhere
         return None
-    return unscaled_grad(grad, inv_loss_scale, found_inf)
+    if torch.is_grad_enabled():  # create_graph=True
+        return multiplied_again(grad, factor, found_inf)
+    return _multiplied(grad, factor, found_inf)
 
 
 @compat.never_captured
-def _unscale_and_pass_on(
-    inv_loss_scale: Tensor, found_inf: Tensor, grad: Tensor | None
-) -> Tensor | None:
-    result = _unscale(inv_loss_scale, found_inf, grad)
+def _gradient_passed_on(factor: Tensor, found_inf: Tensor, grad: Any) -> Any:
+    result = gradient(factor, found_inf, grad)
     return None if result is None else passed_on(result, found_inf)
-
-
-@compat.never_captured
-def _scale(loss_scale: Tensor, grad: Tensor | None) -> Tensor | None:
-    if grad is None:
-        return None
-    if torch.is_grad_enabled():
-        return scale_inside_grad(grad, loss_scale)
-    return scaled(grad, loss_scale)
 
 
 @compat.never_captured
 def _scale_one(
     loss_scale: Tensor, index: int, grads: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...]:
-    """`_scale` for the gradient of result number `index` of an autograd node."""
-    grad = grads[index]
-    if grad is None:
+    """`gradient` for the gradient of result number `index` of an autograd node."""
+    if grads[index] is None:
         return grads
-    return (*grads[:index], _scale(loss_scale, grad), *grads[index + 1 :])
+    scaled_one = gradient(loss_scale, None, grads[index])
+    return (*grads[:index], scaled_one, *grads[index + 1 :])
 
 
 class _Edge(torch.autograd.Function):
-    """One of the operations, whose operands after the first it keeps as `ctx.edge`."""
+    """One of the two operations, of a tensor, a factor, and a `found_inf` or None."""
 
     generate_vmap_rule = True  # for a batch of gradients that is differentiated again
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], _: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Tensor) -> None:
         ctx.edge = inputs[1:]
 
 
-class _Unscale(_Edge):
+class _Multiply(_Edge):
     @staticmethod
-    def forward(grad: Tensor, inv: Tensor, found_inf: Tensor) -> Tensor:
-        return unscaled(grad, inv, found_inf)
+    def forward(grad: Tensor, factor: Tensor, found_inf: Tensor | None) -> Tensor:
+        return _multiplied(grad, factor, found_inf)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _apply_unscale_out(grad, *ctx.edge), None, None
+        return _apply_unchanged(grad, *ctx.edge), None, None
 
 
-class UnscaleOut(_Edge):
+class Unchanged(_Edge):
+    """A view, whose gradient is multiplied."""
+
     @staticmethod
-    def forward(value: Tensor, *_: Tensor) -> Tensor:
+    def forward(value: Tensor, *_: Any) -> Tensor:
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        inv, found_inf = ctx.edge
-        return _unscale(inv, found_inf, grad), None, None
+        return gradient(*ctx.edge, grad), None, None
 
 
 class _UnscaleInPlace(torch.autograd.Function):
@@ -259,33 +236,9 @@ class _UnscaleInPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        inv, found_inf = ctx.edge
-        return _unscale_and_pass_on(inv, found_inf, grad), None, None
-
-
-class _Scale(_Edge):
-    @staticmethod
-    def forward(grad: Tensor, loss_scale: Tensor) -> Tensor:
-        return scaled(grad, loss_scale)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _apply_scale_in(grad, *ctx.edge), None
-
-
-class ScaleIn(_Edge):
-    @staticmethod
-    def forward(value: Tensor, *_: Tensor) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        (loss_scale,) = ctx.edge
-        return _scale(loss_scale, grad), None
+        return _gradient_passed_on(*ctx.edge, grad), None, None
 
 
 _apply_unscale_in_place = compat.direct_apply(_UnscaleInPlace)
-_apply_unscale = compat.direct_apply(_Unscale)
-_apply_scale_in = compat.direct_apply(ScaleIn)
-_apply_unscale_out = compat.direct_apply(UnscaleOut)
-_apply_scale = compat.direct_apply(_Scale)
+_apply_multiply = compat.direct_apply(_Multiply)
+_apply_unchanged = compat.direct_apply(Unchanged)

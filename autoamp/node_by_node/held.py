@@ -25,7 +25,7 @@ from autoamp.check.numbers import check_same_calls
 from autoamp.dtypes import LOW_DTYPES, short_name
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import dtypes_in, op_with_its_state, with_dtypes
-from autoamp.graph_functions.promises import Dtypes
+from autoamp.graph_functions.casts import Dtypes
 from autoamp.node_by_node.runner import Observer, Runner
 from autoamp.op_names import base_name
 from autoamp.pass_options import PassOptions

@@ -16,8 +16,12 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.nodes import written_values
 from autoamp.graph_functions.casts import low_uses
-from autoamp.graph_functions.gathers import gather_low, gathered_low
-from autoamp.graph_functions.meshes import IN_WHOLE, MESH_CALLS
+from autoamp.graph_functions.meshes import (
+    IN_WHOLE,
+    MESH_CALLS,
+    gather_low,
+    gathered_low,
+)
 from autoamp.rewrite.copied import edited
 from autoamp.trace.meshes import MESH_CALL, Input, MeshCall
 

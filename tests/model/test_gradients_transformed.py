@@ -234,7 +234,6 @@ def test_the_table_has_every_function() -> None:
     homes = {function.__module__ for function in LEAF_FUNCTIONS}
     homes |= {"autoamp.kernels.functions.attention"}  # of the op, which the table has
     homes |= {"autoamp.kernels.functions.norms"}
-    homes |= {"autoamp.graph_functions.half", "autoamp.graph_functions.edge"}
     assert {each.__module__ for each in functions_of_autograd()} <= homes
 
 

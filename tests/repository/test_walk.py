@@ -41,9 +41,8 @@ WALKS: dict[str, tuple[str, ...]] = {
     ),
     "a backward": (
         "training.ledger.backwards:_reached",
-        "graph_functions.edge:ScaleIn.backward",
-        "graph_functions.edge:UnscaleOut.backward",
-        "graph_functions.casts:_LowWeight.backward",
+        "graph_functions.edge:Unchanged.backward",
+        "graph_functions.casts:LowWeight.backward",
     ),
     "a step": (
         "training.first_step:_before_step",
