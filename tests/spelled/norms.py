@@ -131,8 +131,10 @@ NORMS: dict[Function, str] = {
     llama_original: "rms_norm",
     t5_norm: "rms_norm",
     gemma_norm: "rms_norm",
-    **dict.fromkeys((by_squares, rms_outside, rms_outside_large, rms_clamped), ""),
-    **dict.fromkeys((rms_tiny, rms_bare, rms_large, rms_two, norm_two), ""),
+    by_squares: "layer_norm",
+    **dict.fromkeys((rms_bare, rms_large), "rms_norm"),
+    **dict.fromkeys((rms_outside, rms_outside_large, rms_clamped), ""),
+    **dict.fromkeys((rms_tiny, rms_two, norm_two), ""),
     **dict.fromkeys((off_centre, mamba_gated, by_tokens), ""),
 }
 
@@ -193,7 +195,7 @@ def scattered(m: Layer, x: Tensor) -> Tensor:
 
 
 SOFTMAXES: dict[str, tuple[Function, str]] = {
-    "plain": (over_sum(lambda x: x), ""),
+    "plain": (over_sum(lambda x: x), "softmax"),
     "largest": (over_sum(largest), "softmax"),
     "detached": (over_sum(largest_detached), ""),
     "less 20": (over_sum(lambda x: x - 20), ""),
@@ -207,7 +209,7 @@ SOFTMAXES: dict[str, tuple[Function, str]] = {
     "log of softmax": (log_of_softmax, ""),
     "log with eps": (log_with_eps, ""),
     "less logsumexp": (less_logsumexp, "log_softmax"),
-    "less log sum": (less_log_sum, ""),
+    "less log sum": (less_log_sum, "log_softmax"),
     "less log sum, 1e-6": (less_log_sum_eps, ""),
     "scattered": (scattered, ""),
 }

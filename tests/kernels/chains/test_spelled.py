@@ -55,9 +55,9 @@ def test_a_spelling_is_as_true_as_under_autocast(case: sweep.Case) -> None:
 def test_a_usual_spelling_is_replaced(name: str, precision: str) -> None:
     """GPT-2's GELU, Llama's and T5's norms, written softmax and attention, and more."""
     spelling = sweep.SPELLINGS[name]
-    subject = Subject(spelling, Situation(), precision)
-    subject.errors(0)
-    assert subject.kernels() == [spelling.kernel]
+    verdict = judged(Subject(spelling, Situation(), precision))
+    assert not verdict.fails, str(verdict)
+    assert verdict.kernels == [spelling.kernel]
 
 
 @pytest.mark.thorough
