@@ -131,7 +131,7 @@ class Facts:
         written_opaquely: the `mutated` storages that an opaque sub-graph may write to,
             or that an op writes to and does not return.
         outside: storages of inputs and attributes, which exist outside the graph too.
-        own_kernels: whether the graph runs with `kernels/cpu_norms/`.
+        own_kernels: whether norms are those of `kernels/functions/norms.py`.
         element_of: each `getitem` node to the node that makes the tuple.
     """
 

@@ -256,7 +256,6 @@ from autoamp.compat.tensors import (
 )
 from autoamp.compat.tracing import (
     as_traced,
-    bounds,
     current_fake_mode,
     expression,
     fake_inputs,

@@ -164,28 +164,6 @@ def expression(size: torch.SymInt) -> Any:
     return size.node.expr
 
 
-def bounds(number: Any, most: int) -> tuple[int | None, int | None]:
-    """The least and the largest value of an int or an expression; None if unknown.
-
-    Args:
-        most: the largest value of a symbol that is the size of a tensor.  Torch makes
-            the symbols of sizes positive; those of other ints may have any value.
-    """
-    if isinstance(number, int):
-        return number, number
-    try:
-        from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
-
-        symbols = number.free_symbols
-        sizes = {s: ValueRanges(0, most) for s in symbols if s.is_positive}
-        if len(sizes) < len(symbols):
-            return None, None
-        found = bound_sympy(number, sizes)
-        return int(found.lower), int(found.upper)
-    except (TypeError, ValueError, OverflowError):  # an unbounded expression
-        return None, None
-
-
 def hint(value: Any) -> int:
     """An int for a possibly symbolic size, without specialising the graph on it.
 

@@ -114,7 +114,7 @@ def gradients_by_torch(
 
 
 def on_whole_batch(
-    function: Callable[..., Tensor], grad: Tensor, *rest: Tensor
+    function: Callable[..., Tensor], grad: Tensor, *rest: Tensor | None
 ) -> Tensor:
     """`function(grad, *rest)`, element by element, of a batch of gradients too.
 

@@ -224,7 +224,8 @@ class Unchanged(_Edge):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return gradient(*ctx.edge, grad), None, None
+        factor, found_inf = ctx.edge
+        return gradient(factor, found_inf, grad), None, None
 
 
 class _UnscaleInPlace(torch.autograd.Function):
@@ -236,7 +237,8 @@ class _UnscaleInPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _gradient_passed_on(*ctx.edge, grad), None, None
+        inv, found_inf = ctx.edge
+        return _gradient_passed_on(inv, found_inf, grad), None, None
 
 
 _apply_unscale_in_place = compat.direct_apply(_UnscaleInPlace)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -252,9 +252,11 @@ def _are_written(nodes: Collection[fx.Node]) -> bool:
     return False
 
 
-def computed(calls: list[fx.Node]) -> Tensor:
-    """What the last of some calls makes, each reading earlier ones alone, on CPUs."""
-    values: dict[fx.Node, Any] = {}
+def computed(
+    calls: Sequence[fx.Node], known: Mapping[fx.Node, Tensor] | None = None
+) -> Tensor:
+    """What the last of some calls makes on CPUs, which read each other and `known`."""
+    values: dict[fx.Node, Any] = {**(known or {})}
     for node in calls:
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
         args, kwargs = fx.node.map_aggregate((args, kwargs), _on_cpu)

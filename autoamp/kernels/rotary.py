@@ -24,7 +24,7 @@ from autoamp import compat
 from autoamp.analyse.nodes import KERNEL, ForChain, argument
 from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
 from autoamp.kernels.functions.rotary import rotary
-from autoamp.kernels.match import layout_of, sizes_of
+from autoamp.kernels.match import computed, dtype_of, layout_of, sizes_of
 from autoamp.kernels.table import ROTARY
 from autoamp.ops import has_effect
 from autoamp.rewrite.copied import edited
@@ -83,15 +83,10 @@ def exchanged(calls: Sequence[fx.Node], data: fx.Node) -> tuple[int, bool] | Non
         end = 1.0 + torch.Size(shape).numel()
         rows = torch.arange(1.0, end, dtype=torch.float64, device="cpu")
         rows = rows.view(shape)
-        values: dict[fx.Node, Any] = {data: rows}
         try:
-            for node in calls:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                assert callable(node.target)
-                values[node] = node.target(*args, **kwargs)
+            made = computed(calls, {data: rows})
         except (RuntimeError, IndexError, TypeError):
             return None  # the calls cannot be run on rows of another number
-        made = values[calls[-1]]
         for pairs in (False, True):
             for sign in (-1, 1):
                 if made.shape == rows.shape and made.equal(_other(rows, sign, pairs)):
@@ -192,7 +187,7 @@ def _may_write(node: fx.Node) -> bool:
 
 def _ending_at(end: fx.Node, order: Mapping[fx.Node, int]) -> Embedding | None:
     """The embedding whose last sum or difference is `end`."""
-    if not _is_wide(end) or len(end.args) != 2 or end.kwargs:
+    if dtype_of(end) != HIGH_DTYPE or len(end.args) != 2 or end.kwargs:
         return None
     for straight, crossed in _products(end):
         for data, cosine in itertools.permutations(straight.all_input_nodes):
@@ -233,11 +228,6 @@ def _is_product(node: fx.Node) -> bool:
 def _tensor(node: fx.Node) -> Tensor | None:
     value = node.meta.get("val")
     return value if isinstance(value, Tensor) else None
-
-
-def _is_wide(node: fx.Node) -> bool:
-    value = _tensor(node)
-    return value is not None and value.dtype == HIGH_DTYPE
 
 
 def _may_be_rows(end: fx.Node, data: fx.Node, numbers: Sequence[fx.Node]) -> bool:

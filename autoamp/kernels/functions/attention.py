@@ -115,33 +115,28 @@ def later_keys(queries: int, keys: int, first: int, like: Tensor) -> Tensor:
     return ones.triu_(first + 1)
 
 
-def stepped(scores: Tensor, steps: Sequence[Step], first: int = 0) -> Tensor:
-    """The scores after all steps, each a tensor of its own, differentiable.
+def stepped(
+    scores: Tensor, steps: Sequence[Step], first: int = 0, *, in_place: bool = False
+) -> Tensor:
+    """The scores after all steps.
 
     Args:
         scores: (batch, heads, queries, keys).
         steps: in the order in which they were written.
         first: the number of the first of these queries.
+        in_place: whether `scores` are written to; otherwise each step makes a tensor of
+            its own, and the result is differentiable.
     """
+    operands: tuple[Any, ...]
     for step in steps:
         if step.kind is Kind.SCALE:
-            scores = scores * step.number
+            name, operands = "mul", (step.number,)
         elif step.kind is Kind.ADD:
-            scores = scores + step.tensor  # type: ignore[operator]
+            name, operands = "add", (step.tensor,)
         else:
-            scores = scores.masked_fill(step.hidden_of(scores, first), step.number)
-    return scores
-
-
-def stepped_(scores: Tensor, steps: Sequence[Step], first: int = 0) -> Tensor:
-    """As `stepped`, in place."""
-    for step in steps:
-        if step.kind is Kind.SCALE:
-            scores.mul_(step.number)
-        elif step.kind is Kind.ADD:
-            scores.add_(step.tensor)  # type: ignore[arg-type]
-        else:
-            scores.masked_fill_(step.hidden_of(scores, first), step.number)
+            hidden = step.hidden_of(scores, first)
+            name, operands = "masked_fill", (hidden, step.number)
+        scores = getattr(scores, f"{name}_" if in_place else name)(*operands)
     return scores
 
 
@@ -393,7 +388,8 @@ class _Part:
 
     def weights(self, *, safe: bool = False) -> Tensor:
         """The weights, (batches, heads, queries, keys)."""
-        scores = stepped_(self.query @ self.key.mT, self.steps, self.first)
+        scores = self.query @ self.key.mT
+        stepped(scores, self.steps, self.first, in_place=True)
         return compat.safe_softmax(scores) if safe else scores.softmax(-1)
 
 
@@ -481,8 +477,12 @@ BACKWARD = _op(
 )
 
 
-class _WrittenAttention(torch.autograd.Function):
-    """Attention that was written out, on a CPU."""
+class _Attention(torch.autograd.Function):
+    """Attention by steps, the gradients of which are computed in fp32.
+
+    The forward is attention as it was written, or (if not `written`) torch's kernel,
+    which gives weights of 0 and not NaN to a query that a mask hides all keys from.
+    """
 
     @staticmethod
     def forward(  # noqa: PLR0917
@@ -492,38 +492,38 @@ class _WrittenAttention(torch.autograd.Function):
         value: Tensor,
         kinds: Sequence[int],
         numbers: Sequence[float],
+        written: bool,
         *tensors: Tensor,
     ) -> Tensor:
-        ctx.given = kinds, numbers
+        ctx.given = kinds, numbers, bool(tensors) and not written
         ctx.save_for_backward(query, key, value, *tensors)
-        return FORWARD(query, key, value, [*tensors], kinds, numbers)  # type: ignore[no-any-return]
+        if written:
+            return FORWARD(query, key, value, [*tensors], kinds, numbers)  # type: ignore[no-any-return]
+        assert _KERNELS is not None
+        given = for_kernel(steps_of(tensors, kinds, numbers), query, key.shape[2])
+        result, _ = _KERNELS[0](
+            *(query, key, value, 0.0, given.is_causal),
+            attn_mask=given.mask,
+            scale=given.scale,
+        )
+        return result  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return gradients(ctx, grad, safe=False)
+        # The saved tensors are read once: a checkpoint gives each only once.
+        query, key, value, *tensors = ctx.saved_tensors
+        kinds, numbers, safe = ctx.given
+        rest = (None,) * (3 + len(tensors))
+        if compat.needs_plain_ops(grad):
+            steps = steps_of(tensors, kinds, numbers)
+            again = functools.partial(written_out, steps=steps, safe=safe)
+            found = compat.gradients_by_torch(again, grad, (query, key, value))
+            return (*found, *rest)
+        given = (grad, query, key, value, tensors, kinds, numbers, safe)
+        return (*BACKWARD(*given), *rest)
 
 
-def gradients(ctx: Any, grad: Tensor, *, safe: bool) -> tuple[Tensor | None, ...]:
-    """The backward of a Function of (query, key, value, kinds, numbers, *tensors).
-
-    Args:
-        ctx: has saved the tensors, and the kinds and numbers as `ctx.given`.
-        grad: the gradient of the result.
-        safe: whether a query that sees no key has weights of 0, and not NaN.
-    """
-    query, key, value, *tensors = ctx.saved_tensors
-    kinds, numbers = ctx.given
-    rest = (None,) * (2 + len(tensors))
-    if compat.needs_plain_ops(grad):
-        steps = steps_of(tensors, kinds, numbers)
-        again = functools.partial(written_out, steps=steps, safe=safe)
-        found = compat.gradients_by_torch(again, grad, (query, key, value))
-        return (*found, *rest)
-    given = (grad, query, key, value, tensors, kinds, numbers, safe)
-    return (*BACKWARD(*given), *rest)
-
-
-_apply_written = compat.direct_apply(_WrittenAttention)
+_apply = compat.direct_apply(_Attention)
 
 
 def as_written(  # noqa: PLR0917
@@ -548,7 +548,7 @@ def as_written(  # noqa: PLR0917
         return written_out(query, key, value, steps).to(query.dtype)
     if not _is_trained(query, key, value):
         return FORWARD(query, key, value, [*tensors], kinds, numbers)  # type: ignore[no-any-return]
-    return _apply_written(query, key, value, kinds, numbers, *tensors)
+    return _apply(query, key, value, kinds, numbers, True, *tensors)
 
 
 def _is_trained(*operands: Tensor) -> bool:
@@ -571,40 +571,6 @@ _PLAIN = (Tensor, torch.nn.Parameter, type(None))
 LONG = 768
 """Queries from which on torch's kernel takes them in blocks of 256, and its backward in
 16 bits is the faster one."""
-
-
-class _Attention(torch.autograd.Function):
-    """Torch's kernel, the gradients of which are computed in fp32."""
-
-    @staticmethod
-    def forward(  # noqa: PLR0917
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kinds: Sequence[int],
-        numbers: Sequence[float],
-        *tensors: Tensor,
-    ) -> Tensor:
-        assert _KERNELS is not None
-        given = for_kernel(steps_of(tensors, kinds, numbers), query, key.shape[2])
-        result, _ = _KERNELS[0](
-            *(query, key, value, 0.0, given.is_causal),
-            attn_mask=given.mask,
-            scale=given.scale,
-        )
-        ctx.given, ctx.masked = (kinds, numbers), bool(tensors)
-        ctx.save_for_backward(query, key, value, *tensors)
-        return result  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # A mask of the caller's may hide all keys from a query.  The saved tensors are
-        # read once: a checkpoint gives each only once.
-        return gradients(ctx, grad, safe=ctx.masked)
-
-
-_apply = compat.direct_apply(_Attention)
 
 
 def attention(  # noqa: PLR0917 - as torch's op
@@ -696,7 +662,7 @@ def _with_fp32_backward(  # noqa: PLR0917
         kinds.append(Kind.CAUSAL)
         numbers.append(-torch.inf)
     tensors = [] if mask is None else [mask]
-    return _apply(query, key, value, kinds, numbers, *tensors)
+    return _apply(query, key, value, kinds, numbers, False, *tensors)
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:

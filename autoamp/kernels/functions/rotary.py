@@ -68,12 +68,12 @@ def _joined(first: Tensor, second: Tensor, like: Tensor, *, pairs: bool) -> Tens
 
 
 def _written_out(
-    wide: Tensor, cosine: Tensor, sine: Tensor, sign: int, pairs: bool
+    data: Tensor, cosine: Tensor, sine: Tensor, sign: int, pairs: bool
 ) -> Tensor:
     """The result in fp32, by torch's plain ops."""
-    first, second = _halves(wide, pairs=pairs)
-    other = _joined(sign * second, -sign * first, wide, pairs=pairs)
-    return wide * cosine + other * sine
+    first, second = _halves(data, pairs=pairs)
+    other = _joined(sign * second, -sign * first, data, pairs=pairs)
+    return data * cosine + other * sine
 
 
 def _turned(
@@ -143,6 +143,7 @@ def rotary(  # noqa: PLR0917
         tensor([-2., -3.,  0.,  1.])
     """
     if torch.is_grad_enabled() and (cosine.requires_grad or sine.requires_grad):
-        wide = _contiguous(data) if contiguous else data.to(HIGH_DTYPE)
-        return _written_out(wide, cosine, sine, sign, pairs).to(dtype)
+        # The products widen the data, and so keep it for the angles' gradients as it is.
+        plain = data.contiguous() if contiguous else data
+        return _written_out(plain, cosine, sine, sign, pairs).to(dtype)
     return _apply(data, cosine, sine, dtype, sign, pairs, contiguous)

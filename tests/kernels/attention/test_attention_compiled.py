@@ -19,21 +19,15 @@ from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp.place.devices import Device
-from tests.kernels.attention.test_attention import (
-    HEADS,
-    WIDTH,
-    Attention,
-    converted,
-    seen,
-    timm,
-)
+from tests.kernels.attention.test_attention import converted, made, seen
 from tests.kernels.attention_backward.test_gradients import (
     SEEDS,
-    SIZE,
     beside_autocast,
     tokens,
 )
 from tests.quick import SLOW
+from tests.spelled.attention import timm
+from tests.spelled.layers import HEADS, SIZE, WIDTH
 
 Backend = str | Callable[..., Any]
 OURS = "autoamp::attention_backward"
@@ -50,11 +44,11 @@ class Own(nn.Module):
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.project, self.options = nn.Linear(SIZE, 3 * SIZE), options
+        self.project, self.options = nn.Linear(WIDTH, 3 * WIDTH), options
 
     def attend(self, x: Tensor) -> Tensor:
         parts = self.project(x).chunk(3, -1)
-        heads = (t.unflatten(-1, (HEADS, WIDTH)).transpose(1, 2) for t in parts)
+        heads = (t.unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for t in parts)
         return functional.scaled_dot_product_attention(*heads, **self.options)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,7 +68,7 @@ def as_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def backwards(call: Callable[[Tensor], Tensor], length: int = 12) -> Counter[str]:
     """The kernels of attention's backward that a step runs."""
-    x = torch.randn(2, length, SIZE)
+    x = torch.randn(2, length, WIDTH)
     call(x).sum().backward()  # the capture
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found:
         call(x).sum().backward()
@@ -112,7 +106,7 @@ def test_other_compilers_get_ops_of_torchs_alone() -> None:
         made: Callable[..., Any] = aot_autograd(fw_compiler=noted)(gm, inputs)
         return made
 
-    for model in (Own(), Attention(timm)):
+    for model in (Own(), made(timm)):
         backwards(converted(model, backend=looked_at))
     assert any("attention" in op for op in seen_ops)
     assert not any("autoamp" in op for op in seen_ops)
@@ -125,8 +119,7 @@ def test_written_attention_is_as_true_as_under_autocast(
 ) -> None:
     ratios: list[list[float]] = [[], []]
     for seed in range(SEEDS):
-        torch.manual_seed(seed)
-        model = Attention(timm).eval()
+        model = made(timm, seed)
         x = tokens(16, spread)
         ours = converted(model, backend=backend)
         found = beside_autocast(model, ours, x)
@@ -144,7 +137,7 @@ def test_the_compiled_backward_is_the_eager_one() -> None:
     for options in ({}, {"attn_mask": mask}, {"scale": 0.3}, {"is_causal": True}):
         torch.manual_seed(0)
         model = Own(**options)
-        x = torch.randn(2, 20, SIZE)
+        x = torch.randn(2, 20, WIDTH)
         eager, compiled = converted(model), converted(model, backend="inductor")
         for one, other in zip(
             seen(eager, eager, x), seen(compiled, compiled, x), strict=True

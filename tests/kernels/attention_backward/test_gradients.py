@@ -22,23 +22,21 @@ import autoamp
 from autoamp.kernels.functions.attention import LONG, WRITTEN_ATTENTION, Kind, attention
 from autoamp.place.devices import Device
 from tests.kernels.attention.test_attention import (
-    HEADS,
     LENGTH,
-    WIDTH,
-    Attention,
     Way,
     attentions,
     converted,
     exactly,
+    made,
     min_gpt,
     seen,
-    timm,
 )
+from tests.spelled.attention import timm
+from tests.spelled.layers import HEADS, SIZE, WIDTH, Layer
 
 OLDER_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 SEEDS = 6
-SIZE = HEADS * WIDTH
 
 
 @pytest.fixture
@@ -49,17 +47,17 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tokens(length: int, spread: float) -> Tensor:
     """Texts whose tokens differ by `spread`; below 1 they have the rest in common."""
-    common = torch.randn(3, 1, SIZE) * (spread < 1)
-    return torch.randn(3, length, SIZE) * spread + common
+    common = torch.randn(3, 1, WIDTH) * (spread < 1)
+    return torch.randn(3, length, WIDTH) * spread + common
 
 
-def beside_autocast(model: Attention, ours: nn.Module, x: Tensor) -> list[float]:
+def beside_autocast(model: Layer, ours: nn.Module, x: Tensor) -> list[float]:
     """Errors of the gradients of query and key projections, as parts of autocast's."""
     true, found = exactly(model, x), seen(ours, ours, x)
     with torch.autocast("cpu", torch.bfloat16):
         base = seen(model, model, x)
     ratios = []
-    for part in (slice(SIZE), slice(SIZE, 2 * SIZE)):
+    for part in (slice(WIDTH), slice(WIDTH, 2 * WIDTH)):
         error, autocast = ((g[2] - true[2])[part].norm() for g in (found, base))
         ratios.append(float(error / autocast))
     return ratios
@@ -74,7 +72,7 @@ def beside_autocast(model: Attention, ours: nn.Module, x: Tensor) -> list[float]
         "4.0-0.1-min_gpt",
     ]
 )
-@pytest.mark.parametrize("way", [timm, min_gpt], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", [timm, min_gpt], ids=["timm", "min_gpt"])
 @pytest.mark.parametrize("spread", [1.0, 0.3, 0.1])
 @pytest.mark.parametrize("sharpness", [1.0, 4.0])
 @pytest.mark.usefixtures("replaced")
@@ -84,10 +82,9 @@ def test_projections_of_queries_and_keys(
     """Their gradients are as near to float64 as under autocast, or nearer."""
     ratios: list[list[float]] = [[], []]
     for seed in range(SEEDS):
-        torch.manual_seed(seed)
-        model = Attention(way).eval()
+        model = made(way, seed)
         with torch.no_grad():
-            model.project.weight[: 2 * SIZE] *= sharpness
+            model.before.weight[: 2 * WIDTH] *= sharpness
         x = tokens(2 * LENGTH, spread)
         found = beside_autocast(model, converted(model), x)
         for into, ratio in zip(ratios, found, strict=True):
@@ -107,7 +104,7 @@ def test_a_cpu_with_fast_products_keeps_attention_as_it_is_written(
         ({"objective": "memory"}, 1),
         ({"precision": "fp16"}, 1),
     ):
-        model = converted(Attention(timm), **options)
+        model = converted(made(timm), **options)
         model(tokens(LENGTH, 1.0))
         assert attentions(model) == expected
 
@@ -213,16 +210,17 @@ def test_a_models_own_attention_has_it_unless_it_is_left_out() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.project = nn.Linear(SIZE, 3 * SIZE)
+            self.project = nn.Linear(WIDTH, 3 * WIDTH)
 
         def forward(self, x: Tensor) -> Tensor:
             parts = self.project(x).chunk(3, -1)
-            heads = (t.unflatten(-1, (HEADS, WIDTH)).transpose(1, 2) for t in parts)
+            heads = (t.unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for t in parts)
             return functional.scaled_dot_product_attention(*heads)
 
     def backwards(model: nn.Module) -> int:
+        model(torch.randn(2, 8, WIDTH))  # the capture, which checks gradients itself
         with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found:
-            model(torch.randn(2, 8, SIZE)).sum().backward()
+            model(torch.randn(2, 8, WIDTH)).sum().backward()
         return sum("autoamp::attention_backward" in e.name for e in found.events())
 
     model = Own()

@@ -1,4 +1,4 @@
-"""Which masks are the causal one, told from positions, and what attention does then."""
+"""Masks that attention can do without: those that are causal, and that hide no key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autoamp
-from autoamp.kernels.table import CAUSAL_MASK
+from autoamp.kernels.table import CAUSAL_MASK, NO_MASK
 from tests.small_models import Of
 
 LENGTH = 12
@@ -103,15 +103,29 @@ FOR_KNOWN_SIZES = (
 )
 """Masks that are computed where sizes are numbers, and stay where one is symbolic."""
 
+NONE: dict[str, Mask] = {
+    "ones": lambda n: torch.ones(n, n, dtype=torch.bool),
+    "zeros": lambda n: torch.zeros(n, n),
+    "one zero": lambda n: torch.zeros(1, 1, 1, 1),
+    "one column": lambda n: torch.ones(n, 1, dtype=torch.bool),
+    "positions": lambda n: (torch.arange(n)[:, None] >= 0).expand(n, n),
+    "as transformers makes it": lambda n: (
+        (torch.arange(n) + 0)[None, None, :, None] >= 0
+    ).expand(2, -1, n, n),
+    "filled nowhere": lambda n: torch.zeros(n, n).masked_fill(
+        torch.arange(n)[None] < 0, -torch.inf
+    ),
+    "chosen everywhere": lambda n: torch.where(
+        torch.arange(n)[None] >= 0, torch.zeros(n, n), LOWEST
+    ),
+}
+
 OTHERS: dict[str, Mask] = {
     "packed, of two texts": packed_of_two,
     "repeated rows": lambda n: (columns(n) <= torch.arange(n // 2)[:, None]).repeat(
         n // (n // 2) + 1, 1
     )[:n],
-    "one zero": lambda n: torch.zeros(1, 1, 1, 1),
-    "one column": lambda n: torch.ones(n, 1, dtype=torch.bool),
     "the first key alone": lambda n: (torch.arange(n) < 1)[None],
-    "zeros": lambda n: torch.zeros(n, n),
     "written to": written_to,
     "assigned to": assigned_to,
     "one more": lambda n: torch.ones(n, n).tril(1).bool(),
@@ -126,7 +140,18 @@ OTHERS: dict[str, Mask] = {
     ),
     "weak": lambda n: torch.full((n, n), -1e4).triu(1),
     "distances": lambda n: (columns(n) - rows(n)).abs() * -1e4,
+    "ones but the last": lambda n: (torch.arange(n) < n - 1)[None].expand(n, n),
+    "a constant": lambda n: torch.full((n, n), -1.0),
+    "one that is added": lambda n: torch.ones(n, n),
+    "not a number": lambda n: torch.zeros(n, n) * torch.inf,
 }
+
+KERNEL = {
+    **dict.fromkeys(CAUSAL, CAUSAL_MASK),
+    **dict.fromkeys(NONE, NO_MASK),
+    **dict.fromkeys(OTHERS, ""),
+}
+"""What attention with each mask is found to be where sizes are numbers."""
 
 
 def in_order(positions: Callable[[int], Tensor]) -> Mask:
@@ -172,14 +197,62 @@ ROUNDED: dict[str, Mask] = {
 
 
 class Attending(nn.Module):
-    def __init__(self, mask: Mask) -> None:
+    def __init__(self, mask: Mask, **options: Any) -> None:
         super().__init__()
-        self.project, self.mask = nn.Linear(24, 72), mask
+        self.project, self.mask, self.options = nn.Linear(24, 72), mask, options
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.project(x).view(len(x), -1, 3, 3, 8).permute(2, 0, 3, 1, 4)
         mask = self.mask(x.shape[1])
-        return functional.scaled_dot_product_attention(*parts.unbind(), mask)
+        return functional.scaled_dot_product_attention(
+            *parts.unbind(), mask, **self.options
+        )
+
+
+def converted(model: nn.Module, **options: Any) -> nn.Module:
+    torch._dynamo.reset()
+    options = {"precision": "bf16", "do_no_harm": False, "strict": True} | options
+    return autoamp.convert(copy.deepcopy(model), **options)
+
+
+def found(model: nn.Module) -> list[str]:
+    """For each graph what its attention was found to be."""
+    report = autoamp.report(model)
+    names = {op.graph: op.kernel for op in report.ops if op.kernel}
+    return [names.get(at, "") for at in range(len(report.graphs))]
+
+
+@pytest.mark.thorough(
+    but=["below the next", "packed", "turned", "positions", "weak", "one column"]
+)
+@pytest.mark.parametrize("name", KERNEL)
+def test_a_mask_goes_or_stays_for_lengths_that_change(name: str) -> None:
+    torch.manual_seed(0)
+    model = Attending((CAUSAL | NONE | OTHERS)[name])
+    ours = converted(model)
+    for length in (LENGTH, 7, 9, 31):
+        x = torch.randn(2, length, 24)
+        made, true = ours(x), model(x)
+        assert torch.equal(made.isnan(), true.isnan())
+        assert true.isnan().all() or (made - true).norm() < 2**-6 * true.norm()
+    of_any_size = "" if name in FOR_KNOWN_SIZES else KERNEL[name]
+    assert found(ours) == [KERNEL[name], of_any_size]
+
+
+@pytest.mark.parametrize("name", ["chosen", "ones", "a window"])
+def test_gradients_are_those_of_the_mask(name: str) -> None:
+    torch.manual_seed(0)
+    model = Attending((CAUSAL | NONE | OTHERS)[name], scale=0.3)
+    ours = converted(model)
+    plain = converted(model, unfused=[CAUSAL_MASK, NO_MASK])
+    x, slopes = torch.randn(2, LENGTH, 24), []
+    for each in (model, ours, plain):
+        each(x).square().sum().backward()
+        slopes.append(each.project.weight.grad)
+    for slope in slopes[1:]:
+        assert (slope - slopes[0]).norm() < 0.02 * slopes[0].norm()
+    assert found(ours) == [KERNEL[name]]
+    assert found(plain) == [""]
 
 
 def test_a_mask_that_is_added_in_place_is_read_and_not_written() -> None:
@@ -190,56 +263,7 @@ def test_a_mask_that_is_added_in_place_is_read_and_not_written() -> None:
 
     ours = converted(Attending(causal))
     ours(torch.randn(2, LENGTH, 24))
-    assert told_causal(ours) == [True]
-
-
-def converted(model: nn.Module) -> nn.Module:
-    torch._dynamo.reset()
-    options: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
-    return autoamp.convert(copy.deepcopy(model), strict=True, **options)
-
-
-def told_causal(model: nn.Module) -> list[bool]:
-    """For each graph whether its attention is told that its mask is causal."""
-    report = autoamp.report(model)
-    found = {op.graph for op in report.ops if op.kernel == CAUSAL_MASK}
-    return [at in found for at in range(len(report.graphs))]
-
-
-@pytest.mark.thorough(
-    but=[
-        "packed",
-        "equal to one",
-        "part of a larger one",
-        "one column",
-        "turned",
-        "distances",
-    ]
-)
-@pytest.mark.parametrize("name", [*CAUSAL, *OTHERS])
-def test_a_mask_is_causal_or_stays(name: str) -> None:
-    torch.manual_seed(0)
-    model, x = Attending((CAUSAL | OTHERS)[name]), torch.randn(2, LENGTH, 24)
-    ours = converted(model)
-    error = (ours(x) - model(x)).norm() / model(x).norm()
-    assert told_causal(ours) == [name in CAUSAL]
-    assert error < 2**-6
-
-
-@pytest.mark.thorough(but=["below the next"])
-@pytest.mark.parametrize("name", [*CAUSAL, *OTHERS])
-def test_so_it_is_for_lengths_that_change(name: str) -> None:
-    torch.manual_seed(0)
-    model = Attending((CAUSAL | OTHERS)[name])
-    ours = converted(model)
-    for length in (LENGTH, 7, 9, 31):
-        x = torch.randn(2, length, 24)
-        error = (ours(x) - model(x)).norm() / model(x).norm()
-        assert error < 2**-6
-    graphs = told_causal(ours)
-    assert len(graphs) == 2
-    is_for_every_length = name in CAUSAL and name not in FOR_KNOWN_SIZES
-    assert graphs == [name in CAUSAL, is_for_every_length]
+    assert found(ours) == [CAUSAL_MASK]
 
 
 def kernels_and_errors(masks: dict[str, Mask]) -> tuple[list[int], dict[str, float]]:
@@ -253,8 +277,8 @@ def kernels_and_errors(masks: dict[str, Mask]) -> tuple[list[int], dict[str, flo
     errors = dict.fromkeys(masks, 0.0)
     for length in (LENGTH, 7):
         x = torch.randn(2, length, 24)
-        for name, each, found in zip(masks, model, ours(x), strict=True):
-            error = (found - each(x)).norm() / each(x).norm()
+        for name, each, made in zip(masks, model, ours(x), strict=True):
+            error = (made - each(x)).norm() / each(x).norm()
             errors[name] = max(errors[name], error.item())
     ops = autoamp.report(ours).ops
     return [op.graph for op in ops if op.kernel == CAUSAL_MASK], errors
@@ -298,3 +322,41 @@ def test_a_mask_of_other_queries_than_keys() -> None:
         ours = converted(model)
         error = (ours(*given) - model(*given)).norm() / model(*given).norm()
         assert error < 2**-6
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_bias_is_read_by_itself_where_no_key_is_hidden(written: bool) -> None:
+    """As T5's encoder has it: the bias is learnt, and one for all layers."""
+
+    def attend(m: Any, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        shown = (torch.arange(n)[None, None, :, None] >= 0).expand(2, 1, n, n)
+        bias = m.bias(torch.arange(n)[None, :] % 4).permute(2, 0, 1)[None]
+        bias = bias + torch.zeros(n, 1)
+        for layer in (m.a, m.b):
+            q = layer(x).view(2, n, 3, 8).transpose(1, 2)
+            mask = torch.where(shown, bias, LOWEST)
+            if written:
+                bias += 1.0
+            x = (
+                functional.scaled_dot_product_attention(q, q, q, mask)
+                .transpose(1, 2)
+                .flatten(2)
+            )
+        return x
+
+    torch.manual_seed(0)
+    parts = {name: nn.Linear(24, 24) for name in "ab"}
+    model = Of(attend, bias=nn.Embedding(4, 3), **parts)
+    x = torch.randn(2, LENGTH, 24)
+    true = copy.deepcopy(model)
+    ours = converted(model)
+    for each in (ours, true):
+        each(x).square().sum().backward()
+    assert found(ours) == ["" if written else NO_MASK]
+    gone = "where" not in autoamp.report(ours).graphs[0].code
+    assert gone != written
+    for one, other in zip(ours.parameters(), true.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert (one.grad - other.grad).norm() <= 0.03 * other.grad.norm()
