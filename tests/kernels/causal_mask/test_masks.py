@@ -100,6 +100,7 @@ FOR_KNOWN_SIZES = (
     "a window of all",
     "counted",
     "taken from the end",
+    "the end of a larger one",
 )
 """Masks that are computed where sizes are numbers, and stay where one is symbolic."""
 
@@ -112,6 +113,7 @@ NONE: dict[str, Mask] = {
     "as transformers makes it": lambda n: (
         (torch.arange(n) + 0)[None, None, :, None] >= 0
     ).expand(2, -1, n, n),
+    "the end of a larger one": lambda n: lower(2 * n).bool()[n:, :n],
     "filled nowhere": lambda n: torch.zeros(n, n).masked_fill(
         torch.arange(n)[None] < 0, -torch.inf
     ),
@@ -132,7 +134,6 @@ OTHERS: dict[str, Mask] = {
     "and the next": lambda n: columns(n) < rows(n) + 2,
     "turned": lambda n: (columns(n) <= rows(n)).T,
     "a window": lambda n: (columns(n) <= rows(n)) & (columns(n) > rows(n) - 4),
-    "the end of a larger one": lambda n: lower(2 * n).bool()[n:, :n],
     "a prefix": lambda n: torch.cat([torch.ones(n, 3), lower(n)[:, : n - 3]], 1).bool(),
     "every second": lambda n: columns(n) * 2 <= rows(n),
     "of one text alone": lambda n: (
