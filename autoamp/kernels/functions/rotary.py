@@ -143,7 +143,7 @@ def rotary(  # noqa: PLR0917
         tensor([-2., -3.,  0.,  1.])
     """
     if torch.is_grad_enabled() and (cosine.requires_grad or sine.requires_grad):
-        # The products widen the data, and so keep it for the angles' gradients as it is.
+        # The products widen the data, and keep it for the angles' gradients as it is.
         plain = data.contiguous() if contiguous else data
         return _written_out(plain, cosine, sine, sign, pairs).to(dtype)
     return _apply(data, cosine, sine, dtype, sign, pairs, contiguous)
