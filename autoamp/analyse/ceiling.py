@@ -159,42 +159,26 @@ def _moves(gm: fx.GraphModule, classified: Classified, low: frozenset[str]) -> s
         once = all(
             reads[v] <= 1 or facts.nodes[v].storage in of_weights for v in values
         )
-        rounds_last = fact.widens and _reads_low(fact, classified, low)
-        moves = rounds_last or _is_move(node, fact, verdict)
+        promoting = _promoting(node.name, classified) if fact.widens else []
+        reads_low = promoting and all(facts.producer(v) in low for v in promoting)
+        moves = reads_low or _is_move(node, fact, verdict)
         if moves and (once or not fact.requires_grad):
             found.add(node.name)
     return found
-
-
-def _reads_low(fact: NodeFacts, classified: Classified, low: frozenset[str]) -> bool:
-    """Whether the values that decide how wide a node is are low by type promotion."""
-    producer = classified.facts.producer
-    promoting = _promoting(fact.name, classified)
-    return bool(promoting) and all(producer(v) in low for v in promoting)
 
 
 def _is_move(node: fx.Node, fact: NodeFacts, verdict: Verdict) -> bool:
     if verdict.category is not Category.CLEAR:
         return False
     assert isinstance(node.target, compat.OpOverload)
-    if base_name(node.target) in family("factory") or not fact.operands:
+    base = base_name(node.target)
+    if base in family("factory") or not fact.operands:
         return True  # a constant, or a mask of zeros and ones
     if not all(mode in _PROMOTE for mode in verdict.modes):
         return False
-    return _only_moves(node.target, once=fact.requires_grad)
-
-
-def _only_moves(target: compat.OpOverload, *, once: bool) -> bool:
-    """Whether each element of the result is an element of an operand, or a constant.
-
-    Args:
-        once: whether to require as well that no element is in two places, so that the
-            gradient of an element is no sum.
-    """
-    base = base_name(target)
-    if base in family("repeats"):
-        return not once
-    return base in family("copies") or is_view(target)
+    if base in family("repeats"):  # the gradient of an element in two places is a sum
+        return not fact.requires_grad
+    return base in family("copies") or is_view(node.target)
 
 
 def _reason(name: str, classified: Classified, low: frozenset[str]) -> str:

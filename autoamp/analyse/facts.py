@@ -187,7 +187,7 @@ def collect_facts(
     )
 
 
-def _numel(tensors: list[torch.Tensor]) -> int:
+def _numel(*tensors: torch.Tensor) -> int:
     return sum(math.prod(compat.hint(s) for s in t.shape) for t in tensors)
 
 
@@ -272,7 +272,7 @@ class _Walk:
             mixes_floats=any(
                 t.dtype != HIGH_DTYPE and _is_inexact(t) for t in (*strange, *inputs)
             ),
-            numel=round(_numel(floats) * held),
+            numel=round(_numel(*floats) * held),
             read_numel=read,
             region=self.region,
             autocast=self.autocasts.is_on,
@@ -306,7 +306,7 @@ class _Walk:
                 if tensor.dtype == HIGH_DTYPE:
                     epoch = self.writes.get(compat.storage_id(tensor), 0)
                     operands.append(Operand(leaf.name, name, tensor.dim() == 0, epoch))
-                    read += round(_numel([tensor]) * leaf.meta.get(HELD, 1.0))
+                    read += round(_numel(tensor) * leaf.meta.get(HELD, 1.0))
         return tuple(operands), inputs, read
 
     def _note_writes(self, node: fx.Node) -> None:

@@ -109,7 +109,10 @@ def written_values(node: fx.Node) -> list[fx.Node]:
     bodies are known not to write.
     """
     if isinstance(node.target, compat.HigherOrderOperator):
-        return list(node.all_input_nodes) if _may_write(node) else []
+        # A lowered body is known not to write to its inputs (`trace/regions.py`).
+        unknown = (b for b in bodies_of(node) if LOWERED_BODY not in b.meta)
+        writes = any(has_effect(n) for body in unknown for n in body.graph.nodes)
+        return list(node.all_input_nodes) if writes else []
     if not isinstance(node.target, compat.OpOverload):
         return []
     names = mutated_arguments(node.target)
@@ -138,12 +141,3 @@ def read_operands(node: fx.Node) -> list[fx.Node]:
     if not any(given.get(flag) is False for flag in ("training", "use_input_stats")):
         unread.update(set(STATISTICS) & set(mutated_arguments(node.target)))
     return operands_in(node, given.keys() - unread)
-
-
-def _may_write(node: fx.Node) -> bool:
-    """Whether a higher-order op may write to its operands.
-
-    A lowered body is known not to write to its inputs (`trace/regions.py`).
-    """
-    unknown = (b for b in bodies_of(node) if LOWERED_BODY not in b.meta)
-    return any(has_effect(n) for body in unknown for n in body.graph.nodes)

@@ -76,7 +76,9 @@ class Held(Observer):
         if given == said:
             return value
         differ = _differences(said, given)
-        if not differ or _is_returned_as_before(n):
+        # What the graph returns may be as the call gives it without autoamp too.
+        returned = any(user.op == "output" for user in n.users)
+        if not differ or (returned and not _reads_low(n)):
             return value
         self.broken[n] = _broken(n, given, differ)
         return with_dtypes(value, said)
@@ -147,11 +149,6 @@ def _checked(
     return code
 
 
-def _is_returned_as_before(n: fx.Node) -> bool:
-    """Whether the graph returns a result that the call gives without autoamp too."""
-    return not _reads_low(n) and any(user.op == "output" for user in n.users)
-
-
 def _reads_low(n: fx.Node) -> bool:
     """Whether the pass changed a call: it reads a low value, or a function of ours."""
     if getattr(n.target, "__module__", "").startswith("autoamp."):
@@ -174,13 +171,13 @@ def _differences(said: Dtypes, given: Dtypes) -> dict[str, None]:
 
 
 def _broken(n: fx.Node, given: Dtypes, differ: Iterable[str]) -> Broken:
-    which = ", ".join(differ)
     op = op_with_its_state(n.target)
     name = getattr(op, "__name__", str(op))
     if isinstance(op, compat.OpOverload):
         name = base_name(op).removeprefix("aten::")
     source = source_line(n)
     at = f" (at {source})" if source else ""
+    which = ", ".join(differ)
     sentence = f"the kernel of {name}{at} returns {which}; autoamp casts the result"
     return Broken(given, sentence, name if _reads_low(n) else "")
 

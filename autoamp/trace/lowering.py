@@ -81,7 +81,9 @@ class Lowering(fx.Interpreter):
                 return repeated
         with fx.traceback.set_current_meta(n):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
-            before = _proxies((args, kwargs))
+            leaves = pytree.tree_leaves((args, kwargs))
+            tensors = [v for v in leaves if isinstance(v, torch.Tensor)]
+            before = [(t, compat.recorded_proxy(t)) for t in tensors]
             mark = compat.recorded_so_far()
             try:
                 with self._regions.entered():
@@ -230,9 +232,10 @@ class Lowering(fx.Interpreter):
             # Some higher-order ops cannot run outside their own tracing; Dynamo left
             # its result on the node.
             node = self.current_node
-            if node is not None and _known_result(node) is not None:
-                return _known_result(node)
-            raise
+            known = _known_result(node) if node is not None else None
+            if known is None:
+                raise
+            return known
 
     def _register(self, body: fx.GraphModule) -> Any:
         name = f"body_{len(self.bodies)}"
@@ -288,11 +291,6 @@ class _InPlace(fx.Interpreter):
             body, *operands = args
             return _InPlace(body, meshed=self._meshes is not None).run(*operands)
         return super().call_function(target, args, kwargs)
-
-
-def _proxies(values: Any) -> list[tuple[torch.Tensor, Any]]:
-    tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
-    return [(t, compat.recorded_proxy(t)) for t in tensors]
 
 
 def _keep_identities_apart(

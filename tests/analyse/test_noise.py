@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.dtypes import parse_low_dtype
-from autoamp.rules import Category, Rules
 from tests.small_models import Of, rewriting
 from tests.truth import relative
 
@@ -281,14 +280,3 @@ def test_reparametrised_models_give_what_they_gave(
     else:
         assert ours[0] <= 1.1 * amp[0]
     assert "linear_1" in found.assignment.low
-
-
-def test_the_rules_say_so() -> None:
-    for precision in PRECISIONS:
-        rules = Rules.default(precision)
-        bernoulli = rules.lookup(torch.ops.aten.bernoulli_.float)
-        assert bernoulli.category is Category.CLEAR
-        by_tensor = rules.lookup(torch.ops.aten.bernoulli_.Tensor)
-        assert by_tensor.category is Category.DENY
-        assert rules.table["aten::randn_like"].may_round
-        assert not rules.table["aten::rand_like"].may_round

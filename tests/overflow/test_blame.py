@@ -1,4 +1,7 @@
-"""A skipped step is blamed on the op that overflowed; `heal` keeps it in fp32."""
+"""A skipped step is blamed on the op that overflowed; `heal` keeps it in fp32.
+
+In fp16 a loss scale skips the step; in bf16, which has none, the guard does.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,8 @@ import autoamp
 from autoamp.errors import LossScaleError
 from tests.small_models import WIDTH, Between
 
+GUARDED: dict[str, Any] = {"precision": "bf16", "do_no_harm": False, "strict": True}
+
 
 def line_of(name: str) -> str:
     """`test_blame.py:N`, the line of this file that ends in the marker of a fault."""
@@ -30,13 +35,13 @@ def line_of(name: str) -> str:
 
 class Product(Between):
     def middle(self, x: Tensor) -> Tensor:
-        return (x * 400) * 400 / 1e5  # product
+        return (x * 400) * 400 / 1e5  # fp16 product
 
 
 class Region(Between):
     def middle(self, x: Tensor) -> Tensor:
         def region(y: Tensor) -> Tensor:
-            return (self.last(y) * 400) * 400 / 1e5  # region
+            return (self.last(y) * 400) * 400 / 1e5  # fp16 region
 
         return checkpoint(region, x * 1.5, use_reentrant=False)
 
@@ -44,7 +49,7 @@ class Region(Between):
 class SecondGraph(Between):
     def middle(self, x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
-        return (self.last(x) * 400) * 400 / 1e5  # second graph
+        return (self.last(x) * 400) * 400 / 1e5  # fp16 second graph
 
 
 class Backward(Between):
@@ -55,27 +60,99 @@ class Backward(Between):
         self.register_buffer("steep", 2e4 * torch.eye(WIDTH))
 
     def middle(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x * 1e-5, self.steep)  # backward
+        return nn.functional.linear(x * 1e-5, self.steep)  # fp16 backward
 
 
-FAULTS = {
-    "product": Product,
-    "region": Region,
-    "second graph": SecondGraph,
-    "backward": Backward,
+class WideProduct(Between):
+    def middle(self, x: Tensor) -> Tensor:
+        return x.abs().add(1) * 1e30 * 1e30  # bf16 product
+
+
+class WideRegion(Between):
+    def middle(self, x: Tensor) -> Tensor:
+        def region(y: Tensor) -> Tensor:
+            return self.last(y).abs().add(1) * 1e30 * 1e30  # bf16 region
+
+        return checkpoint(region, x * 1.5, use_reentrant=False)
+
+
+class Tame(Between):
+    def middle(self, x: Tensor) -> Tensor:
+        def region(y: Tensor) -> Tensor:
+            return nn.functional.dropout(self.last(y).abs(), 0.3)
+
+        return checkpoint(region, x * 1.5, use_reentrant=False)
+
+
+class WideSecondGraph(Between):
+    def middle(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return self.last(x).abs().add(1) * 1e30 * 1e30  # bf16 second graph
+
+
+class Fp32(Between):
+    """A sum that stays in fp32 by its rule."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x.add(100).exp().cumsum(0)  # bf16 fp32
+
+
+class WideBackward(Between):
+    """The forward is finite; the slope of a square root at zero is not."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x.relu().mul(0).sqrt()  # bf16 backward
+
+
+class WideBackwardRegion(Between):
+    def middle(self, x: Tensor) -> Tensor:
+        def region(y: Tensor) -> Tensor:
+            return self.last(y).mul(0).sqrt()  # bf16 backward region
+
+        return checkpoint(region, x * 1.5, use_reentrant=False)
+
+
+class Edge(Between):
+    """3.4e38 is infinite in bf16, and finite in fp32."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        y = nn.functional.linear(x.mul(0).add(1), self.wide)  # edge
+        return y.float() * 1e-38
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = torch.zeros(WIDTH, WIDTH)
+        wide[:, :2] = torch.tensor([torch.finfo(torch.bfloat16).max, 1.1e36])
+        self.register_buffer("wide", wide)
+
+
+FAULTS: dict[str, Callable[[], nn.Module]] = {
+    "fp16 product": Product,
+    "fp16 region": Region,
+    "fp16 second graph": SecondGraph,
+    "fp16 backward": Backward,
+    "bf16 product": WideProduct,
+    "bf16 region": WideRegion,
+    "bf16 second graph": WideSecondGraph,
+    "bf16 fp32": Fp32,
+    "bf16 backward": WideBackward,
+    "bf16 backward region": WideBackwardRegion,
 }
+BF16_FAULTS = [name for name in FAULTS if name.startswith("bf16")]
 
 
 class Training:
-    """A training in fp16, one step at a time."""
+    """A training, one step at a time: in fp16 with a loss scale, or else in bf16."""
 
     def __init__(
-        self, make: Callable[[], nn.Module], scale: float, **options: Any
+        self, make: Callable[[], nn.Module], scale: float | None = None, **options: Any
     ) -> None:
         torch.manual_seed(0)
         self.model = model = make()
-        given: dict[str, Any] = {"precision": "fp16", "do_no_harm": False, **options}
-        given.setdefault("loss_scale", autoamp.DynamicLossScale(scale))
+        given = {**GUARDED, **options}
+        if scale is not None:
+            given = {"precision": "fp16", "do_no_harm": False, **options}
+            given.setdefault("loss_scale", autoamp.DynamicLossScale(scale))
         self.optimizer: Any = torch.optim.SGD(model.parameters(), 1e-3)
         autoamp.convert(model, self.optimizer, **given)
 
@@ -89,20 +166,36 @@ class Training:
 
     @property
     def skips(self) -> tuple[str, ...]:
-        return autoamp.report(self.model).loss_scale.skips
+        return skips_of(self.model)
 
 
-@pytest.mark.thorough(but=["product", "backward"])
+def skips_of(model: nn.Module) -> tuple[str, ...]:
+    found = autoamp.report(model).loss_scale
+    return () if found is None else found.skips
+
+
+def training_of(name: str, **options: Any) -> Training:
+    """A training of one of `FAULTS`."""
+    scale = None if name.startswith("bf16") else 2.0**12
+    return Training(FAULTS[name], scale, **options)
+
+
+@pytest.mark.thorough(
+    but=["fp16 product", "fp16 backward", "bf16 product", "bf16 backward region"]
+)
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_step_skipped_after_another_names_the_op(name: str, caplog) -> None:
-    training = Training(FAULTS[name], 2.0**12)
+def test_a_step_skipped_after_another_names_the_op(name: str, caplog: Any) -> None:
+    training = training_of(name)
     with caplog.at_level(logging.INFO, logger="autoamp"):
         assert [training.step() for _ in range(3)] == [True] * 3
     for why in training.skips[1:]:
         assert line_of(name) in why
         assert "aten::" in why
-        assert "overflowed in fp16" in why
         assert why in caplog.text
+        if name.startswith("fp16"):
+            assert "overflowed in fp16" in why
+        else:
+            assert ("the gradient of aten::" in why) == ("backward" in name)
     assert training.skips[0].startswith("step 1: ")
 
 
@@ -157,7 +250,7 @@ def test_the_error_at_the_floor_names_the_op() -> None:
     training = Training(Product, 4.0, loss_scale=scale)
     assert training.step()
     assert training.step()
-    with pytest.raises(LossScaleError, match=re.escape(line_of("product"))):
+    with pytest.raises(LossScaleError, match=re.escape(line_of("fp16 product"))):
         training.step()
 
 
@@ -178,17 +271,94 @@ def test_a_weight_is_named_as_its_users_know_it() -> None:
     assert "read by aten::linear" in training.skips[0]
 
 
-def test_what_is_not_the_models_fault_is_said_to_be_so() -> None:
-    training = Training(Between, 2.0**8)
+@pytest.mark.parametrize("scale", [2.0**8, None], ids=["fp16", "bf16"])
+def test_what_is_not_the_models_fault_is_said_to_be_so(scale: float | None) -> None:
+    training = Training(Between, scale)
     assert [training.step(factor=torch.inf) for _ in range(2)] == [True] * 2
+    assert "came in with the gradient of output 0" in training.skips[1]
     assert "outside of the model" in training.skips[1]
-    training = Training(Between, 2.0**8)
+    training = Training(Between, scale)
     bad = torch.full((6, WIDTH), torch.nan)
     assert [training.step(bad) for _ in range(2)] == [True] * 2
     assert "input.0 holds a number that is not finite" in training.skips[1]
+    assert "arrived in that argument" in training.skips[1]
 
 
-def test_only_steps_after_a_skipped_step_are_watched(monkeypatch) -> None:
+class Squashed(Between):
+    """The infinity of an input is gone from the result, and comes back as NaN."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+
+def test_an_infinity_that_only_the_backward_shows() -> None:
+    training = Training(Squashed)
+    bad = torch.randn(6, WIDTH)
+    bad[0, 0] = torch.inf
+    assert [training.step(bad) for _ in range(2)] == [True] * 2
+    assert "the gradient of aten::linear.default" in training.skips[1]
+    assert "became NaN in fp32" in training.skips[1]
+    assert "input.0, in which a number is not finite" in training.skips[1]
+
+
+@pytest.mark.thorough(but=["bf16 product-True", "bf16 backward-False"])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("name", ["bf16 product", "bf16 backward"])
+def test_two_models_in_one_optimizer(first: bool, name: str) -> None:
+    """The model that made the infinity is named for both, wherever it stands."""
+    torch.manual_seed(0)
+    bad, good = FAULTS[name](), Between()
+    models = [bad, good] if first else [good, bad]
+    for each in (bad, good):
+        autoamp.convert(each, **GUARDED)
+    params = [p for each in models for p in each.parameters()]
+    optimizer: Any = torch.optim.SGD(params, 1e-3)
+    for _ in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(6, WIDTH)
+        for each in models:
+            x = each(x)
+        x.float().square().mean().backward()
+        optimizer.step()
+        assert optimizer.step_was_skipped
+    for why in skips_of(bad)[1:]:
+        assert line_of(name) in why
+        assert "in the model" not in why
+    for why in skips_of(good)[1:]:
+        assert line_of(name) in why
+        assert f"in the model {type(bad).__name__}, " in why
+
+
+def test_two_optimizers_of_one_model() -> None:
+    """One takes its step after the same backward; the other's skip is explained."""
+
+    class Branches(Between):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.first(x), self.last(x).mul(0).sqrt()  # branches
+
+    torch.manual_seed(0)
+    model = autoamp.convert(Branches(), **GUARDED)
+    for order in (("first", "last"), ("last", "first")):
+        mine = [
+            torch.optim.SGD(getattr(model, name).parameters(), 1e-3) for name in order
+        ]
+        for _ in range(3):
+            for each in mine:
+                each.zero_grad()
+            one, other = model(torch.randn(6, WIDTH))
+            (one.mean() + other.mean()).backward()
+            for name, each in zip(order, mine, strict=True):
+                each.step()
+                skipped = bool(getattr(each, "step_was_skipped", False))
+                assert skipped is (name == "last")
+    skips = skips_of(model)
+    assert sum(line_of("branches") in why for why in skips) >= 4
+
+
+@pytest.mark.parametrize("scale", [2.0**8, None], ids=["fp16", "bf16"])
+def test_only_steps_after_a_skipped_step_are_watched(
+    scale: float | None, monkeypatch: Any
+) -> None:
     from autoamp.capture import graph
 
     watched: list[Any] = []
@@ -196,13 +366,13 @@ def test_only_steps_after_a_skipped_step_are_watched(monkeypatch) -> None:
     monkeypatch.setattr(
         graph, "Recorder", lambda *a, **k: watched.append(a) or real(*a, **k)
     )
-    training = Training(Between, 2.0**8)
+    training = Training(Between, scale)
     assert not any(training.step() for _ in range(3))
-    assert watched == []
-    assert training.step(factor=1e9)
-    assert watched == []
+    assert training.step(factor=torch.inf)
+    with torch.no_grad():
+        training.model(torch.randn(6, WIDTH))
+    assert watched == [], "no backward follows"
     assert not training.step()
-    assert len(watched) == 1
     assert not training.step()
     assert len(watched) == 1
 
@@ -232,15 +402,14 @@ def test_a_trail_keeps_no_values_alive() -> None:
     assert gone() is None
 
 
-def test_a_watched_step_has_the_gradients_of_any_other() -> None:
+@pytest.mark.parametrize("scale", [2.0**8, None], ids=["fp16", "bf16"])
+def test_a_watched_step_has_the_gradients_of_any_other(scale: float | None) -> None:
     found = []
     for watches in (False, True):
-        training = Training(Region, 2.0**8)
-        with torch.no_grad():
-            training.model.last.weight.mul_(1e-3)
-            training.model.last.bias.zero_()
+        training = Training(Tame, scale)
         record = autoamp.model.conversion.conversion_of(training.model).engine.record
         record.scaling.skip_watch.watching = watches
+        record.scaling.skip_watch.asks_fp32 = watches and scale is None
         torch.manual_seed(1)
         assert not training.step()
         found.append([p.grad.clone() for p in training.model.parameters()])
@@ -251,14 +420,23 @@ def test_a_watched_step_has_the_gradients_of_any_other() -> None:
 # -- heal ------------------------------------------------------------------------------
 
 
-def test_a_rule_is_proposed_once(caplog) -> None:
-    training = Training(Product, 2.0**12)
+HEALED: dict[str, tuple[Callable[[], nn.Module], float | None]] = {
+    "fp16 product": (Product, 2.0**12),
+    "fp16 region": (Region, 2.0**12),
+    "fp16 second graph": (SecondGraph, 2.0**12),
+    "edge": (Edge, None),
+}
+
+
+@pytest.mark.parametrize("name", ["fp16 product", "edge"])
+def test_a_rule_is_proposed_once(name: str, caplog: Any) -> None:
+    training = Training(*HEALED[name])
     with caplog.at_level(logging.WARNING, logger="autoamp"):
         assert all(training.step() for _ in range(6))
-    proposals = [m for m in caplog.messages if "steps in a row" in m]
-    assert len(proposals) == 1
-    assert re.search(r"convert\(model, (deny|keep)=\[", proposals[0])
-    assert line_of("product") in proposals[0]
+    (proposal,) = [m for m in caplog.messages if "would keep that in fp32" in m]
+    assert "steps in a row" in proposal
+    assert re.search(r"convert\(model, (deny|keep)=\[", proposal)
+    assert line_of(name) in proposal
 
 
 def test_a_scale_that_is_to_fall_is_no_reason_for_a_rule(caplog) -> None:
@@ -269,18 +447,38 @@ def test_a_scale_that_is_to_fall_is_no_reason_for_a_rule(caplog) -> None:
     assert "steps in a row" not in caplog.text
 
 
-@pytest.mark.thorough(but=["product"])
-@pytest.mark.parametrize("name", ["product", "region", "second graph"])
-def test_heal_trains_on(name: str, caplog) -> None:
-    training = Training(FAULTS[name], 2.0**12, heal=True)
+@pytest.mark.thorough(but=["fp16 product", "edge"])
+@pytest.mark.parametrize("name", HEALED)
+def test_heal_trains_on(name: str, caplog: Any) -> None:
+    make, scale = HEALED[name]
+    training = Training(make, scale, heal=True)
     with caplog.at_level(logging.WARNING, logger="autoamp"):
         skipped = [training.step() for _ in range(8)]
     assert skipped == [True] * 4 + [False] * 4, training.skips
     assert caplog.text.count("captured again with") == 1
     after = autoamp.report(training.model)
-    assert len(after.loss_scale.skips) == 4
-    assert after.loss_scale.scale == 2.0**8
+    assert len(training.skips) == 4
     assert any(op.precision == "fp32" for op in after.ops)
+    if scale is not None:
+        assert after.loss_scale.scale == 2.0**8
+
+
+def test_two_skips_after_one_backward_count_once() -> None:
+    torch.manual_seed(0)
+    model = autoamp.convert(Edge(), **GUARDED, heal=True)
+    optimizers: list[Any] = [
+        torch.optim.SGD(part.parameters(), 1e-3) for part in (model.first, model.last)
+    ]
+    found = []
+    for _ in range(6):
+        model.zero_grad()
+        model(torch.randn(6, WIDTH)).square().mean().backward()
+        for each in optimizers:
+            each.step()
+        found.append([bool(each.step_was_skipped) for each in optimizers])
+    # If each skip counted, the remedy would come one backward earlier.
+    assert found == [[True, True]] * 4 + [[False, False]] * 2
+    assert sum(line_of("edge") in why for why in skips_of(model)) == 6
 
 
 def test_heal_reaches_deep_copies_and_is_reverted() -> None:
@@ -298,3 +496,13 @@ def test_heal_reaches_deep_copies_and_is_reverted() -> None:
 def test_heal_is_an_option() -> None:
     with pytest.raises(autoamp.OptionError, match="heal='yes' is not True or False"):
         autoamp.convert(Product(), heal="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.thorough(but=BF16_FAULTS[:1] + BF16_FAULTS[2:4] + BF16_FAULTS[5:])
+@pytest.mark.parametrize("name", BF16_FAULTS)
+def test_no_rule_is_proposed_that_fp32_would_not_cure(name: str, caplog: Any) -> None:
+    training = training_of(name, heal=True)
+    with caplog.at_level(logging.WARNING, logger="autoamp"):
+        assert all(training.step() for _ in range(6))
+    assert "captured again" not in caplog.text
+    assert "it has no loss scale" in caplog.text

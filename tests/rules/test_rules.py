@@ -28,7 +28,6 @@ from tests.place.small_facts import fact
 aten = torch.ops.aten
 PRECISIONS = ("fp16", "bf16")
 LOW = {"fp16": torch.float16, "bf16": torch.bfloat16}
-WRITTEN_BY_USER = {"to", "type_as", "_to_copy"}
 
 
 def raw(name: str) -> dict[str, dict[str, object]]:
@@ -80,12 +79,6 @@ def test_reasons_say_something_of_their_own(name: str) -> None:
     assert [c for c in conditions if len(c.reason) < 20 or "@" in c.reason] == []
 
 
-def test_enough_ops_are_listed_and_the_same_in_both_precisions() -> None:
-    fp16, bf16 = (Rules.default(p).table for p in PRECISIONS)
-    assert len(fp16) >= 700
-    assert set(fp16) == set(bf16)
-
-
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_every_op_torch_autocast_knows_has_a_rule(name: str) -> None:
     rules = Rules.default(name)
@@ -129,13 +122,6 @@ def test_ops_with_no_float_output_are_clear(name: str) -> None:
     rules = Rules.default(name)
     for op in ("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isfinite", "argmax"):
         assert rules.table[f"aten::{op}"].category is Category.CLEAR
-
-
-@pytest.mark.parametrize("name", PRECISIONS)
-def test_casts_the_user_wrote_are_in_no_list(name: str) -> None:
-    bases = {op_names.split_key(op)[1] for op in Rules.default(name).table}
-    assert not bases & WRITTEN_BY_USER
-    assert Rules.default(name).lookup(aten.to.dtype) is None
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
@@ -246,12 +232,6 @@ def test_unbounded_ops_do_not_restore(name: str, op: str) -> None:
     rule = Rules.default(name).table[f"aten::{op}"]
     assert not rule.restores
     assert not rule.restores_given
-
-
-@pytest.mark.parametrize("name", PRECISIONS)
-def test_clamp_restores_with_both_limits_only(name: str) -> None:
-    rule = Rules.default(name).table["aten::clamp"]
-    assert (rule.restores, rule.restores_given) == (False, ("min", "max"))
 
 
 TERMS = 20_000
@@ -451,18 +431,6 @@ def test_out_variants_and_higher_order_ops_have_no_rule() -> None:
     assert table_of(exp="deny").lookup(torch.exp) is None
 
 
-def test_lookup_remembers_per_table() -> None:
-    first, second = table_of(exp="deny"), table_of(exp="infer")
-    assert first.lookup(aten.exp.default) is first.lookup(aten.exp.default)
-    assert second.lookup(aten.exp.default).category is Category.INFER
-
-
-def test_names_are_those_of_a_category_and_sorted() -> None:
-    rules = table_of(sum="deny", exp="deny", mul="infer")
-    assert rules.names(Category.DENY) == ("aten::exp", "aten::sum")
-    assert rules.names("allow") == ()
-
-
 def test_defaults_by_name_and_by_dtype_are_one_object() -> None:
     assert Rules.default("bf16") is Rules.default(torch.bfloat16)
     assert Rules.default("fp16") is Rules.default("half")
@@ -526,10 +494,6 @@ def test_an_overload_may_differ_from_its_name_in_one_set_of_lists() -> None:
 def test_lists_take_every_spelling_once() -> None:
     spelt = ["exp", "aten.exp", "aten::exp", "torch.ops.aten.exp"]
     assert set(table_of().with_lists(deny=spelt).table) == {"aten::exp"}
-
-
-def test_no_lists_change_nothing() -> None:
-    assert Rules.default("bf16").with_lists() is Rules.default("bf16")
 
 
 @pytest.mark.parametrize(
@@ -637,6 +601,11 @@ WRONG = {
         ["exp.restore", "restores"],
     ),
     "flag": ('[deny]\nexp={reason="r", restores=1}', ["exp.restores", "true or false"]),
+    "keep": ('[keep]\nmodules = "head"', ["must be a list of module paths"]),
+    "kept numbers": ("[keep]\nmodules = [1]", ["must be a list of module paths"]),
+    "keep key": ('[keep]\nmodule = ["head"]', ["keep.module", "unknown; use modules"]),
+    "long integer": ("[deny]\nmm = " + "9" * 5000, ["not a TOML file"]),
+    "long key": ("a" + ".a" * 10**5 + " = 1", ["line 1 has more than 100 dots"]),
     "names": (
         '[deny]\nexp={reason="r", no_kernel="cpu"}',
         ["no_kernel", "list of names"],
@@ -711,30 +680,6 @@ def test_a_file_that_is_not_there_is_named(tmp_path) -> None:
         Rules.load(tmp_path)
 
 
-def test_bytes_that_are_not_text_are_refused(tmp_path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_bytes(b"\xff\xfe[allow]")
-    with pytest.raises(RulesError, match="not a TOML file"):
-        Rules.load(path)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("[deny]\nmm = " + "9" * 5000, "not a TOML file"),
-        ("a" + ".a" * 10**5 + " = 1", "line 1 has more than 100 dots"),
-    ],
-    ids=["integer", "key"],
-)
-def test_what_would_overwhelm_the_reader_is_refused(
-    text: str, words: str, tmp_path
-) -> None:
-    path = tmp_path / "large.toml"
-    path.write_text(text)
-    with pytest.raises(RulesError, match=words):
-        Rules.load(path)
-
-
 @pytest.mark.parametrize(("extra", "fits"), [(0, True), (1, False)])
 def test_the_size_limit_is_where_it_says(tmp_path, extra: int, fits: bool) -> None:
     path = write(tmp_path, "#" * (MAX_BYTES + extra))
@@ -794,20 +739,3 @@ def test_a_rules_file_can_keep_modules_in_fp32(tmp_path: Path) -> None:
     assert laid.keep == rules.keep
     assert pickle.loads(pickle.dumps(laid)) == laid
     assert laid != Rules.default("bf16").merge(dataclasses.replace(rules, keep=()))
-
-
-@pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        ('[keep]\nmodules = "head"\n', "must be a list of module paths"),
-        ("[keep]\nmodules = [1]\n", "must be a list of module paths"),
-        ('[keep]\nmodule = ["head"]\n', "unknown; use modules"),
-    ],
-)
-def test_a_wrong_list_of_modules_is_refused(
-    tmp_path: Path, text: str, fault: str
-) -> None:
-    path = tmp_path / "keep.toml"
-    path.write_text(text)
-    with pytest.raises(RulesError, match=fault):
-        Rules.load(path)

@@ -17,14 +17,6 @@ aten = torch.ops.aten
 # -- names -----------------------------------------------------------------------------
 
 
-def test_names_of_a_target() -> None:
-    assert op_names.op_name(aten.sum.dim_IntList) == "aten::sum.dim_IntList"
-    assert op_names.op_name(aten.linear.default) == "aten::linear.default"
-    assert op_names.base_name(aten.sum.dim_IntList) == "aten::sum"
-    assert op_names.split_key("aten::sum.dim_IntList") == ("aten", "sum", "dim_IntList")
-    assert op_names.split_key("prims::add") == ("prims", "add", "")
-
-
 @pytest.mark.parametrize(
     ("spelt", "key"),
     [
@@ -48,15 +40,6 @@ def test_names_of_a_target() -> None:
 def test_every_spelling_has_one_key(spelt: str, key: str) -> None:
     assert op_names.parse_op_name(spelt) == key
     assert op_names.parse_op_name(key) == key
-
-
-@pytest.mark.parametrize(
-    "target", [aten.sum.dim_IntList, aten.linear.default, aten.relu_.default]
-)
-def test_an_op_parses_to_itself(target: OpOverload) -> None:
-    for spelt in (op_names.op_name(target), str(target)):
-        assert op_names.overloads(op_names.parse_op_name(spelt)) == [target]
-    assert target in op_names.overloads(op_names.base_name(target))
 
 
 @pytest.mark.parametrize(
@@ -94,10 +77,6 @@ def test_close_names_exist_and_hold_what_was_meant(key: str, close: str) -> None
     assert close in found
     assert all(op_names.exists(name) for name in found)
     assert op_names.close_names(key, limit=1) == found[:1]
-
-
-def test_there_may_be_no_close_name() -> None:
-    assert op_names.close_names("nowhere::qqqqqqqqqqqqqqqqqqqqq") == []
 
 
 # -- writing ---------------------------------------------------------------------------
@@ -249,13 +228,6 @@ def test_ops_that_make_new_tensors_alias_nothing(
     assert not ops.is_view(target)
 
 
-@pytest.mark.parametrize("table", [ops.MAYBE_ALIAS, ops.HIDDEN_WRITES])
-def test_tables_name_real_ops_and_arguments(table: dict[str, tuple[str, ...]]) -> None:
-    for key, arguments in table.items():
-        found = {a.name for o in op_names.overloads(key) for a in o._schema.arguments}
-        assert set(arguments) <= found, key
-
-
 # -- tags ------------------------------------------------------------------------------
 
 
@@ -276,16 +248,3 @@ def test_tables_name_real_ops_and_arguments(table: dict[str, tuple[str, ...]]) -
 )
 def test_what_draws_random_numbers(target: OpOverload, random: bool) -> None:
     assert ops.is_random(target) is random
-
-
-@pytest.mark.parametrize(
-    ("target", "pointwise"),
-    [
-        (aten.add.Tensor, True),
-        (aten.gelu.default, True),
-        (aten.linear.default, False),
-        (aten.softmax.int, False),
-    ],
-)
-def test_what_is_pointwise(target: OpOverload, pointwise: bool) -> None:
-    assert ops.is_pointwise(target) is pointwise
