@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -10,7 +11,9 @@ from typing import Any
 
 import torch
 
+from autoamp.ask.stand_in import Heard, floats_of, relative_error
 from autoamp.errors import OptionError
+from autoamp.printable import class_name
 
 Limit = float | str
 
@@ -131,3 +134,85 @@ def parsed(limit: Any, name: str) -> tuple[float, bool]:
     if not 0 < value < math.inf:
         raise OptionError(f"{name}={limit!r} is not a positive, finite error")
     return value, of_autocast
+
+
+def errors_of(budget: Budget, found: Heard, exact: Heard) -> dict[str, float]:
+    """The error of each measure that a budget limits.
+
+    Raises:
+        OptionError: the metric fails, or returns no number.
+    """
+    return {measure: _error(measure, budget, found, exact) for measure in budget.limits}
+
+
+def _error(measure: str, budget: Budget, found: Heard, exact: Heard) -> float:
+    if measure == OUTPUTS:
+        return relative_error(found.output, exact.output)
+    if measure == GRADIENTS:
+        names = sorted(exact.gradients.keys() & found.gradients.keys())
+        ours, theirs = found.gradients, exact.gradients
+        return relative_error([ours[n] for n in names], [theirs[n] for n in names])
+    if measure == LOSS:
+        assert found.loss is not None
+        assert exact.loss is not None
+        distance, size = abs(found.loss - exact.loss), abs(exact.loss)
+        return distance / size if size else (math.inf if distance else 0.0)
+    assert budget.metric is not None
+    return _metric_error(budget.metric, found.returned, exact.returned)
+
+
+def _metric_error(metric: Callable[..., Any], found: Any, exact: Any) -> float:
+    try:
+        with torch.no_grad():
+            if takes_two(metric):
+                return _number(metric(found, exact))
+            ours, theirs = _numbers(metric(found)), _numbers(metric(exact))
+    except OptionError:
+        raise
+    except Exception as error:
+        raise OptionError(
+            f"Budget(metric=) failed on the model's output: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not bool(theirs.isfinite().all()):
+        raise OptionError(
+            "Budget(metric=) returns a NaN or an infinity for the output in fp32"
+        )
+    if ours.shape != theirs.shape:
+        return math.inf
+    moved = float((ours - theirs).square().mean().sqrt())
+    return math.inf if math.isnan(moved) else moved
+
+
+def takes_two(metric: Callable[..., Any]) -> bool:
+    """Whether a metric takes the model's output and fp32's."""
+    try:
+        taken = inspect.signature(metric).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p for p in taken if p.kind in plain and p.default is p.empty]
+    return len(needed) == 2
+
+
+def _number(value: Any) -> float:
+    numbers = _numbers(value)
+    if numbers.numel() != 1:
+        raise OptionError(
+            "Budget(metric=) of two outputs must return one number, but it returns "
+            f"{tuple(numbers.shape)}"
+        )
+    found = float(numbers)
+    return math.inf if math.isnan(found) else abs(found)
+
+
+def _numbers(value: Any) -> torch.Tensor:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return torch.tensor([float(value)], dtype=torch.float64, device="cpu")
+    floats = floats_of(value)
+    if not floats:
+        raise OptionError(
+            "Budget(metric=) must return a number or a float tensor, but it returns "
+            f"{class_name(value)}"
+        )
+    return torch.cat([t.detach().double().flatten() for t in floats])

@@ -24,11 +24,12 @@ from autoamp.budget.budget import (
     OUTPUTS,
     Budget,
     budget_of,
+    errors_of,
     parsed,
+    takes_two,
 )
-from autoamp.budget.search import PINS, Found, Labels, Scene, Search, scene_of
-from autoamp.budget.sensitivity import Rounding, Squares
-from autoamp.budget.trial import Calibration, Judge, batches_of, takes_two
+from autoamp.budget.search import PINS, Found, Labels, Scene
+from autoamp.budget.sensitivity import Calibration, Squares
 from autoamp.dtypes import short_name
 from autoamp.errors import (
     AutoampError,
@@ -99,11 +100,11 @@ def with_budget(
     low, _ = choose_precision(model, options)
     if low is None:
         return options
-    chosen = chosen_for(model, options, low, given, batches)
+    chosen = _chosen(model, options, low, given, batches)
     return dataclasses.replace(options, chosen=chosen)
 
 
-def chosen_for(
+def _chosen(
     model: nn.Module,
     options: Options,
     low: torch.dtype,
@@ -112,33 +113,34 @@ def chosen_for(
 ) -> Chosen:
     """The placement of least time within a budget; see `autoamp.convert`.
 
-    Args:
-        low: the compute dtype.
-        given: the budget, as `convert` is given it.
-        calibrate_on: the batches to measure errors on; the last of several is not
-            learned from.
-
-    Raises:
-        OptionError: the budget or a batch cannot be used.
-        BudgetError: not even fp32 is within the budget.
+    The last of several batches is not learned from.
     """
     begun = time.perf_counter()
-    model = checked_model(model)
     batches = [
-        on_the_models_device(model, each)
-        for each in batches_of(islice(calibrate_on, _BATCHES))
+        on_the_models_device(model, _call_of(each))
+        for each in islice(calibrate_on, _BATCHES)
     ]
     if not batches:
         raise OptionError("calibrate_on= holds no batch")
     with examined(model, options, low) as (twin, engine):
         bench = _captured(twin, engine, batches, given)
-        budget = _budget(given, bench)
-        study = _Study(model, bench, batches, budget)
-        chosen = study.choose()
-    assert isinstance(chosen.frontier, Frontier)
+        chosen, frontier = _Study(model, bench, batches, given).choose()
     seconds = time.perf_counter() - begun
-    frontier = dataclasses.replace(chosen.frontier, seconds=seconds)
+    frontier = dataclasses.replace(frontier, seconds=seconds)
     return dataclasses.replace(chosen, frontier=frontier)
+
+
+def _call_of(batch: Any) -> Call:
+    """A batch of `calibrate_on`, as the arguments of one call."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, list):
+        batch = tuple(batch)
+    if not isinstance(batch, tuple):
+        return (batch,), {}
+    if len(batch) == 2 and isinstance(batch[0], tuple) and isinstance(batch[1], dict):
+        return batch
+    return batch, {}
 
 
 def _captured(
@@ -175,8 +177,7 @@ def _budget(given: Any, bench: Calibration) -> Budget:
     Raises:
         OptionError: a limit is for gradients or a loss, and the model does not train.
     """
-    judge = Judge(bench, Budget(outputs=1.0), ())
-    found = judge.exact()
+    found = bench.exact()
     budget = budget_of(
         given, has_loss=own_loss(found.returned) is not None, trains=bench.trains
     )
@@ -197,57 +198,73 @@ def _budget(given: Any, bench: Calibration) -> Budget:
 
 
 class _Study:
-    """The way from a budget to a placement, on one model and its batches."""
+    """The way from a budget to a placement, on one model and its batches.
+
+    Attributes:
+        exact: the call in fp32 on each batch; None where it is computed again.
+        autocast: the errors under `torch.autocast` on each batch.
+        step_seconds: the time of a call in fp32.
+        limits: the largest error of each measure.
+        is_predicted: whether the errors of a placement are predicted; for a metric
+            without a gradient the ops are ranked by what they do to the outputs.
+    """
 
     def __init__(
-        self,
-        model: nn.Module,
-        bench: Calibration,
-        batches: Sequence[Call],
-        budget: Budget,
+        self, model: nn.Module, bench: Calibration, batches: Sequence[Call], given: Any
     ) -> None:
         self.model, self.bench, self.batches = model, bench, batches
-        self.budget, self.measures = budget, list(budget.limits)
-        self.judge = Judge(bench, budget, self.measures)
-        self.learned = batches[:-1] or batches
+        self.graphs = self._runs()
+        self.budget = _budget(given, bench)
         self.exact: list[Heard | None] = []
         self.autocast: list[dict[str, float]] = []
         self.step_seconds = math.inf
-        self.ranked_by_outputs = False
-
-    def choose(self) -> Chosen:
-        """The placement, with the frontier that it was chosen from."""
-        graphs = self._runs()
         self._look_at_fp32()
-        limits = self._limits()
-        begun = time.perf_counter()
-        found = self._learn()
-        records = [(p.rewritten, n) for p, n in graphs.items() if p.rewritten]
-        options = self.bench.engine.options
-        scene = scene_of(records, found, options)
-        search = Search(scene, self._aims(scene, limits))
-        points = search.frontier()
-        spent = time.perf_counter() - begun
-        if points[-1].fits(limits, _ROOM) and self._holds(None, limits):
-            below = scene_of(records, found, options, below_ceiling=True)
-            search = Search(below, self._aims(below, limits))
-            points = search.frontier()
-        chosen, frontier = self._within(search, points, limits)
-        frontier = dataclasses.replace(
-            frontier,
-            marks=_marks(search, scene),
-            steps=spent / len(self.learned) / self.step_seconds,
-        )
-        return dataclasses.replace(chosen, frontier=frontier)
+        self.limits = self._limits()
+        metric = self.budget.metric
+        self.is_predicted = metric is None or self._is_smooth(metric)
 
-    def _aims(self, scene: Scene, limits: Mapping[str, float]) -> dict[str, float]:
-        """The limits of the search; outputs stand for a metric without a gradient."""
-        if not self.ranked_by_outputs:
-            return dict(limits)
-        most = scene.squares(scene.everything()).get(OUTPUTS, 0.0)
-        unit = math.sqrt(most) if 0.0 < most < math.inf else 1.0
-        kept = {m: limit for m, limit in limits.items() if m != METRIC}
-        return {**kept, OUTPUTS: min(unit, kept.get(OUTPUTS, unit))}
+    def choose(self) -> tuple[Chosen, Frontier]:
+        """The placement, and the frontier that it was chosen from."""
+        begun = time.perf_counter()
+        learned = self.batches[:-1] or self.batches
+        found = self._learn(learned)
+        scene, points = self._placements(found)
+        spent = time.perf_counter() - begun
+        marks = _marks(scene)
+        if points[-1].fits(self.limits, _ROOM) and self._measured(None)[0] <= _ROOM:
+            scene, points = self._placements(found, below_ceiling=True)
+        at, checks, tried = self._within(scene, points)
+        chosen = dataclasses.replace(
+            scene.chosen(points[at].labels),
+            reasons=_reasons(scene, points[at], self.limits),
+        )
+        return chosen, Frontier(
+            budget=str(self.budget),
+            precision=short_name(self.bench.engine.record.low),
+            limits=self.limits,
+            points=[_point(each) for each in points],
+            marks=marks,
+            chosen=at,
+            checks=checks,
+            below_ceiling=_below(scene, points[at].labels),
+            tried=tried,
+            steps=spent / len(learned) / self.step_seconds,
+        )
+
+    def _placements(
+        self, found: Mapping[str, Squares], *, below_ceiling: bool = False
+    ) -> tuple[Scene, list[Found]]:
+        """The graphs with prices of error, and the placements of their frontier."""
+        records = [(p.rewritten, n) for p, n in self.graphs.items() if p.rewritten]
+        options = self.bench.engine.options
+        scene = Scene(records, found, options, below_ceiling=below_ceiling)
+        aims = dict(self.limits)
+        if not self.is_predicted:
+            del aims[METRIC]
+            most = scene.squares(scene.everything).get(OUTPUTS, 0.0)
+            unit = math.sqrt(most) if 0.0 < most < math.inf else 1.0
+            aims[OUTPUTS] = min(unit, aims.get(OUTPUTS, unit))
+        return scene, scene.frontier(aims)
 
     def _runs(self) -> Counter[Prepared]:
         """Each rewritten graph, and how often a call runs it on average."""
@@ -261,23 +278,18 @@ class _Study:
         """Calls the model in fp32 and under autocast, on each batch."""
         for call in told(self.batches, "calling the model in fp32"):
             self.bench.call = call
-            exact, seconds = self._timed_exact()
-            if GRADIENTS not in self.measures:
+            begun = time.perf_counter()
+            exact = self.bench.exact()
+            self.step_seconds = min(self.step_seconds, time.perf_counter() - begun)
+            if GRADIENTS not in self.budget.limits:
                 exact.gradients.clear()
             held = sum(g.nbytes for g in exact.gradients.values()) * len(self.batches)
             self.exact.append(exact if held <= _HELD or not self.exact else None)
-            self.step_seconds = min(self.step_seconds, seconds)
-            self.bench.find_scale(lambda: self.judge.placed(None))
-            self.autocast.append(self.judge.autocast(self.model, exact))
-
-    def _exact(self, number: int) -> Heard:
-        """The call in fp32 on one batch, which must be the batch that is set."""
-        return self.exact[number] or self.judge.exact()
-
-    def _timed_exact(self) -> tuple[Heard, float]:
-        """A call in fp32, and its seconds."""
-        begun = time.perf_counter()
-        return self.judge.exact(), time.perf_counter() - begun
+            self.bench.find_scale(self.bench.placed)
+            theirs = self.bench.under_autocast(self.model)
+            self.autocast.append(
+                errors_of(self.budget, theirs, exact) if theirs is not None else {}
+            )
 
     def _limits(self) -> dict[str, float]:
         """The largest error of each measure.
@@ -301,26 +313,22 @@ class _Study:
                     )
                 value *= theirs
             limits[measure] = value
-        self.bench.call = self.batches[0]
-        again = self.judge.errors(self.judge.exact(), self._exact(0))
+        again = self._errors(0, self.bench.exact)
         for measure, limit in limits.items():
             if not again[measure] <= limit:
                 raise _unmet([Check(0, False, {measure: again[measure]}, {})], limits)
         return limits
 
-    def _learn(self) -> dict[str, Squares]:
+    def _learn(self, learned: Sequence[Call]) -> dict[str, Squares]:
         """The squares of each measure, averaged over the batches learned from."""
-        found = {measure: Squares() for measure in self.measures}
-        rounding = Rounding(self.bench.engine.record.low, found, len(self.learned))
-        metric = self.budget.metric
-        if metric is not None and not self._is_smooth(metric):
-            # The ops are ranked by what they do to the outputs.
-            found.setdefault(OUTPUTS, Squares())
-            self.ranked_by_outputs, metric = True, None
-        for number, call in enumerate(told(self.learned, "measuring roundings")):
+        low, metric = self.bench.engine.record.low, self.budget.metric
+        found = {measure: Squares(low, len(learned)) for measure in self.limits}
+        if not self.is_predicted:
+            found.setdefault(OUTPUTS, Squares(low, len(learned)))
+        for number, call in enumerate(told(learned, "measuring roundings")):
             self.bench.call = call
             try:
-                self.bench.learn(rounding, metric, seed=number)
+                self.bench.learn(found, metric if self.is_predicted else None, number)
             except RuntimeError as error:
                 if isinstance(error, AutoampError):
                     raise
@@ -335,67 +343,80 @@ class _Study:
         """Whether a metric of one output gives numbers with a gradient."""
         if takes_two(metric):
             return False
-        outputs = pytree.tree_map_only(Tensor, _with_gradient, self._exact(0).returned)
+        assert self.exact[0] is not None
+        outputs = pytree.tree_map_only(Tensor, _with_gradient, self.exact[0].returned)
         with torch.enable_grad():
             return any(t.requires_grad for t in floats_of(metric(outputs)))
 
     def _within(
-        self, search: Search, points: Sequence[Found], limits: Mapping[str, float]
-    ) -> tuple[Chosen, Frontier]:
+        self, scene: Scene, points: list[Found]
+    ) -> tuple[int, list[Check], int]:
         """The fastest placement whose measured errors are within the limits.
 
-        The placements are bisected, from the one whose predicted errors fit.
+        The placements are bisected, from the one whose predicted errors fit; those
+        between the last two, which are added to `points`, are bisected as well.
+
+        Returns:
+            Its place among the points, its measured errors, and how many placements
+            were measured.
         """
-        best: tuple[int, list[Check]] = 0, []
-        too_fast, tried = len(points), 0
-        fitting = [i for i, each in enumerate(points) if each.fits(limits, _MARGIN)]
-        at = max(fitting, default=0) or 1
-        if self.ranked_by_outputs:  # no prediction
-            at = too_fast // 2
-        while tried < _TRIES and best[0] < at < too_fast:
-            checks = self._checks(search.scene.chosen(points[at].labels))
-            worst, tried = _share(checks, limits), tried + 1
+        best, best_checks, tried = 0, list[Check](), 0
+        too_fast = len(points)
+        at, is_fine = self._likely(points, best, too_fast), False
+        while tried < _TRIES:
+            if not best < at < too_fast:
+                if is_fine or too_fast == len(points):
+                    break
+                more, is_fine = scene.between(points[best], points[too_fast]), True
+                points[too_fast:too_fast] = more
+                too_fast += len(more)
+                at = self._likely(points, best, too_fast)
+                continue
+            worst, checks = self._measured(scene.chosen(points[at].labels))
+            tried += 1
             if worst > _MARGIN:
                 too_fast = at
             else:
-                best = (at, checks)
+                best, best_checks = at, checks
                 if worst > _ROOM:
                     break
-            at = (best[0] + too_fast) // 2
-        if not best[1]:  # the most exact placement
-            best = (0, self._checks(search.scene.chosen(points[0].labels)))
-            if not _share(best[1], limits) <= 1.0:
-                raise _unmet(best[1], limits)
-        at, checks = best
-        found = points[at]
-        chosen = search.scene.chosen(found.labels)
-        chosen = dataclasses.replace(chosen, reasons=_reasons(search, found, limits))
-        frontier = Frontier(
-            budget=str(self.budget),
-            precision=short_name(self.bench.engine.record.low),
-            limits=dict(limits),
-            points=[_point(each) for each in points],
-            marks=(),
-            chosen=at,
-            checks=checks,
-            below_ceiling=_below(search.scene, found.labels),
-            tried=tried,
-        )
-        return chosen, frontier
+            at = (best + too_fast) // 2
+        if not best:  # the most exact placement
+            worst, best_checks = self._measured(scene.chosen(points[0].labels))
+            if not worst <= 1.0:
+                raise _unmet(best_checks, self.limits)
+        return best, best_checks, tried
 
-    def _holds(self, chosen: Chosen | None, limits: Mapping[str, float]) -> bool:
-        """Whether the measured errors of a placement leave room below the limits."""
-        return _share(self._checks(chosen), limits) <= _ROOM
+    def _likely(self, points: Sequence[Found], best: int, too_fast: int) -> int:
+        """The place between two at which the limits are likely to be."""
+        if not self.is_predicted:
+            return (best + too_fast) // 2
+        fits = [points[at].fits(self.limits, _MARGIN) for at in range(best, too_fast)]
+        return best + max(1, sum(fits) - 1)
+
+    def _measured(self, chosen: Chosen | None) -> tuple[float, list[Check]]:
+        """The largest measured share of a limit, and the errors batch by batch."""
+        checks = self._checks(chosen)
+        return _share(checks, self.limits), checks
 
     def _checks(self, chosen: Chosen | None) -> list[Check]:
         """The measured errors of a placement on every batch."""
-        checks = []
-        for number, call in enumerate(self.batches):
-            self.bench.call = call
-            errors = self.judge.errors(self.judge.placed(chosen), self._exact(number))
-            held_out = len(self.batches) > 1 and number == len(self.batches) - 1
-            checks.append(Check(number, held_out, errors, self.autocast[number]))
-        return checks
+        last = len(self.batches) - 1
+        return [
+            Check(
+                batch=number,
+                held_out=number == last > 0,
+                errors=self._errors(number, lambda: self.bench.placed(chosen)),
+                autocast=theirs,
+            )
+            for number, theirs in enumerate(self.autocast)
+        ]
+
+    def _errors(self, number: int, call: Callable[[], Heard]) -> dict[str, float]:
+        """The errors of a call on one batch."""
+        self.bench.call = self.batches[number]
+        exact = self.exact[number] or self.bench.exact()
+        return errors_of(self.budget, call(), exact)
 
 
 def _with_gradient(value: Tensor) -> Tensor:
@@ -406,13 +427,11 @@ def _with_gradient(value: Tensor) -> Tensor:
 def _unmet(checks: Sequence[Check], limits: Mapping[str, float]) -> BudgetError:
     """The error of a budget that fp32 does not meet."""
     shares = {
-        (check.batch, measure, error): error / limits[measure]
+        (check.batch, measure, error): _share([check], {measure: limits[measure]})
         for check in checks
         for measure, error in check.errors.items()
     }
-    batch, measure, error = max(
-        shares, key=lambda key: math.inf if math.isnan(shares[key]) else shares[key]
-    )
+    batch, measure, error = max(shares, key=lambda each: shares[each])
     return BudgetError(
         "the budget cannot be met even in fp32: two calls of the model in fp32 on "
         f"batch {batch} differ by {error:.2g} in {measure}, and the budget is "
@@ -428,21 +447,22 @@ def _share(checks: Sequence[Check], limits: Mapping[str, float]) -> float:
 
 
 def _point(found: Found, name: str = "") -> Point:
-    return Point(found.nanoseconds, found.errors(), found.count, name)
+    errors = {m: math.sqrt(s) for m, s in found.squares.items()}
+    return Point(found.nanoseconds, errors, sum(map(len, found.labels.values())), name)
 
 
-def _marks(search: Search, scene: Scene) -> list[Point]:
+def _marks(scene: Scene) -> list[Point]:
     """The placements to compare with."""
     promoted = {
         p.name: project(p.problem, POLICIES["promote"](p.record.classified))
         for p in scene.parts
     }
-    under = Search(scene, {})
-    return [
-        _point(search.placement(search.scene.nothing), "fp32"),
-        _point(under.placement(promoted), "torch.autocast"),
-        _point(search.placement(search.scene.everything()), "all low"),
-    ]
+    ways = {
+        "fp32": scene.nothing,
+        "torch.autocast": promoted,
+        "all low": scene.everything,
+    }
+    return [_point(scene.placement(labels), name) for name, labels in ways.items()]
 
 
 def _below(scene: Scene, labels: Labels) -> list[str]:
@@ -460,17 +480,18 @@ def _below(scene: Scene, labels: Labels) -> list[str]:
 
 
 def _reasons(
-    search: Search, found: Found, limits: Mapping[str, float]
+    scene: Scene, found: Found, limits: Mapping[str, float]
 ) -> dict[OpKey, str]:
     """Why each free op is low or fp32, with what the other precision would do."""
     reasons: dict[OpKey, str] = {}
-    for part in search.scene.parts:
+    for part in scene.parts:
         low = found.labels[part.name]
         now = _used(part.squares(low), limits)
         for name, key in part.keys.items():
-            if part.problem.at_sink.get(name) in PINS:
-                reasons[key] = part.problem.at_sink[name]
-            if name in part.problem.at_sink or name not in part.problem.unary:
+            pin = part.problem.at_sink.get(name)
+            if pin in PINS:
+                reasons[key] = pin
+            if pin is not None or name not in part.problem.unary:
                 continue
             change = _used(part.squares(low ^ {name}), limits) - now
             reasons[key] = (

@@ -3,8 +3,7 @@ least predicted time for each predicted error.
 
 With a price for error, one minimum cut gives the placement of least time plus error.
 The price is bisected: between two placements it is the slope between them, until no cut
-finds a third one.  Between two such placements, the ops in which they differ go to fp32
-one after the other.
+finds a third one.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
 
 from autoamp.analyse.facts import FP32
 from autoamp.budget.sensitivity import Squares, edges_of
@@ -21,9 +19,8 @@ from autoamp.options import Options
 from autoamp.pipeline.run import placed_again
 from autoamp.place.assign import Chosen, OpKey, keys_of, legal_energy
 from autoamp.place.cost import UNIT_NS, as_authors_ask, price_graph
-from autoamp.place.mincut import Again
 from autoamp.place.policies import project
-from autoamp.place.problem import build_problem, least_cost
+from autoamp.place.problem import build_problem, held, least_cost
 from autoamp.place.two_sides import Crossing, Problem
 from autoamp.rewrite.rewritten import Rewritten
 
@@ -42,6 +39,13 @@ PINS = frozenset({_OVERFLOWS, _UNKNOWN})
 _MOST = 10**15
 """The largest price of an error, in units; sums of it are exact."""
 
+_CORNERS = 48
+"""The most prices of error that are tried: more than a plot or a budget can tell
+apart."""
+
+_STEPS = 24
+"""The most placements between two corners."""
+
 
 @dataclass(frozen=True, eq=False)
 class Pair:
@@ -53,28 +57,50 @@ class Pair:
     up: Mapping[str, float]
 
 
-@dataclass(frozen=True, eq=False)
 class Part:
     """One graph, or one body, with its prices of time and its squares of errors.
 
     Attributes:
         name: which graph it is.
         record: the pass's record of the graph.
-        problem: the problem of least time.
         runs: how often a call runs it.
         keys: the key of each op.
         own: node to the squares of being low, by measure.
         pairs: the uses of values that add squares.
+        problem: the problem of least time.
     """
 
-    name: str
-    record: Rewritten
-    problem: Problem
-    runs: float
-    keys: Mapping[str, OpKey]
-    own: Mapping[str, Mapping[str, float]]
-    pairs: Sequence[Pair]
-    _again: dict[tuple[tuple[str, float], ...], Again] = field(default_factory=dict)
+    def __init__(
+        self, name: str, record: Rewritten, runs: float, found: Mapping[str, Squares]
+    ) -> None:
+        self.name, self.record, self.runs = name, record, runs
+        self.keys = keys_of(record.classified)
+        problem = _by_time_alone(record)
+        known = {k for squares in found.values() for k in squares.known}
+        self.own: dict[str, dict[str, float]] = {}
+        pins: dict[str, str] = {}
+        for node in problem.unary.keys() & self.keys.keys():
+            key = self.keys[node]
+            own = {m: s.own[key] for m, s in found.items() if key in s.own}
+            self.own[node] = own
+            if math.inf in own.values():
+                pins[node] = _OVERFLOWS
+            elif key not in known:
+                pins[node] = _UNKNOWN
+        self.pairs = [*self._pairs(problem, found)]
+        at_sink = {**pins, **problem.at_sink}
+        self.problem = dataclasses.replace(problem, at_sink=at_sink)
+
+    def _pairs(self, problem: Problem, found: Mapping[str, Squares]) -> Iterator[Pair]:
+        facts, known = self.record.facts, problem.unary
+        for (name, value), edge in edges_of(self.record.classified, self.keys).items():
+            maker, reader = facts.producer(value), name if edge.is_rounded else FP32
+            if maker not in known or reader not in known or maker == reader:
+                continue
+            down = {m: s.down[edge] for m, s in found.items() if edge in s.down}
+            up = {m: s.up[edge] for m, s in found.items() if edge in s.up}
+            if down or up:
+                yield Pair(maker, reader, down, up)
 
     def units(self, low: frozenset[str]) -> float:
         """The predicted time of a placement, in units of price."""
@@ -91,8 +117,14 @@ class Part:
                 _add(found, pair.up if made else pair.down)
         return found
 
-    def priced(self, rates: Mapping[str, float]) -> Problem:
-        """The problem in which squares of errors cost `rates` units each."""
+    def solved(
+        self, rates: Mapping[str, float], kept: Iterable[str] = ()
+    ) -> frozenset[str]:
+        """The placement of least cost where squares of errors cost `rates` units each.
+
+        Args:
+            kept: nodes that stay fp32.
+        """
 
         def price(squares: Mapping[str, float]) -> int:
             total = sum(rates.get(m, 0.0) * s for m, s in squares.items())
@@ -105,53 +137,71 @@ class Part:
         crossings = [
             Crossing(p.maker, p.reader, price(p.down), price(p.up)) for p in self.pairs
         ]
-        return dataclasses.replace(self.problem, unary=unary, crossings=crossings)
-
-    def solved(
-        self, rates: Mapping[str, float], kept: Iterable[str] = ()
-    ) -> frozenset[str]:
-        """The placement of least cost where squares of errors cost `rates` each.
-
-        Args:
-            kept: nodes that stay fp32.
-        """
-        kept = list(kept)
-        if not kept:
-            return least_cost(self.priced(rates))[0]
-        key = tuple(sorted(rates.items()))
-        if key not in self._again:
-            self._again.clear()
-            self._again[key] = Again(self.priced(rates))
-        found = self._again[key].held(kept, at_source=False)
-        assert found is not None, "everything in fp32 is legal"
-        return found.source
+        priced = dataclasses.replace(self.problem, unary=unary, crossings=crossings)
+        return least_cost(held(priced, kept, low=False, why="makes an error"))[0]
 
 
 @dataclass(frozen=True, eq=False)
+class Found:
+    """One placement.
+
+    Attributes:
+        labels: the low nodes of each graph.
+        nanoseconds: the predicted time.
+        squares: the square of the predicted error, by measure.
+        share: the sum of the squares, each over the square of its limit.
+    """
+
+    labels: Labels
+    nanoseconds: float
+    squares: Mapping[str, float]
+    share: float
+
+    def fits(self, limits: Mapping[str, float], times: float) -> bool:
+        """Whether each predicted error is at most `times` its limit."""
+        return all(
+            self.squares.get(m, 0.0) <= (times * limit) ** 2
+            for m, limit in limits.items()
+        )
+
+
 class Scene:
     """All graphs of a model, placed together.
 
     Attributes:
         parts: the graphs and bodies.
         below_ceiling: whether ops that type promotion leaves fp32 may be low.
+        weights: what the square of each measure's error counts in a share.
+        nothing, everything: the placements with no op low, and with each that may be.
     """
 
-    parts: Sequence[Part]
-    below_ceiling: bool = False
-    nothing: Labels = field(init=False)
+    def __init__(
+        self,
+        records: Iterable[tuple[Rewritten, float]],
+        found: Mapping[str, Squares],
+        options: Options,
+        *,
+        below_ceiling: bool = False,
+    ) -> None:
+        """Makes the scene of the graphs of a model.
 
-    def __post_init__(self) -> None:
+        Args:
+            records: each graph, and how often a call runs it.
+            found: the squares of each measure.
+            options: the options of the conversion.
+        """
+        self.below_ceiling = below_ceiling
+        self.weights: Mapping[str, float] = {}
+        self.parts = []
+        for number, (record, runs) in enumerate(records):
+            for at, each in enumerate(record.with_bodies()):
+                here = _without_ceiling(each, options) if below_ceiling else each
+                self.parts.append(Part(f"{number}.{at}", here, runs, found))
         none: frozenset[str] = frozenset()
-        object.__setattr__(self, "nothing", {p.name: none for p in self.parts})
-
-    def solved(self, rates: Mapping[str, float]) -> Labels:
-        """The placement of least cost where squares of errors cost `rates` each."""
-        return {part.name: part.solved(rates) for part in self.parts}
-
-    def nanoseconds(self, labels: Labels) -> float:
-        """The predicted time of one call."""
-        units = sum(part.units(labels[part.name]) for part in self.parts)
-        return units * UNIT_NS
+        self.nothing: Labels = {p.name: none for p in self.parts}
+        self.everything: Labels = {
+            p.name: project(p.problem, p.problem.unary) for p in self.parts
+        }
 
     def squares(self, labels: Labels) -> dict[str, float]:
         """The square of the predicted error of one call, by measure."""
@@ -160,9 +210,75 @@ class Scene:
             _add(found, part.squares(labels[part.name]))
         return found
 
-    def everything(self) -> Labels:
-        """Every op low that may be."""
-        return {p.name: project(p.problem, p.problem.unary) for p in self.parts}
+    def placement(self, labels: Labels) -> Found:
+        """A placement with its predicted time and errors."""
+        squares = self.squares(labels)
+        share = sum(w * squares.get(m, 0.0) for m, w in self.weights.items())
+        units = sum(part.units(labels[part.name]) for part in self.parts)
+        return Found(labels, units * UNIT_NS, squares, share)
+
+    def at(self, rate: float, kept: Mapping[str, Sequence[str]] | None = None) -> Found:
+        """The placement of least cost, where a share of 1 costs `rate` nanoseconds.
+
+        Args:
+            kept: nodes of each part that stay fp32.
+        """
+        rates = {m: rate / UNIT_NS * w for m, w in self.weights.items()}
+        kept = kept or {}
+        return self.placement(
+            {p.name: p.solved(rates, kept.get(p.name, ())) for p in self.parts}
+        )
+
+    def frontier(self, limits: Mapping[str, float]) -> list[Found]:
+        """The placements, the most exact first, each faster than the one before.
+
+        They are the corners of the lower hull of (error, time).  Eisner and Severance,
+        "Mathematical techniques for efficient record segmentation in large shared
+        databases" (1976).
+
+        Args:
+            limits: the largest error of each measure, which is its unit from now on.
+        """
+        self.weights = {m: 1 / limit**2 for m, limit in limits.items()}
+        found = [self.placement(self.nothing), self.at(0.0)]
+        todo = [(found[0], found[1])]
+        while todo and len(found) < _CORNERS:
+            a, b = todo.pop(0)
+            if b.share <= a.share or b.nanoseconds >= a.nanoseconds:
+                continue
+            middle = self.at(_slope(a, b))
+            worst = _cost(a, _slope(a, b))
+            if _cost(middle, _slope(a, b)) < worst * (1 - 1e-9):
+                found.append(middle)
+                todo += [(a, middle), (middle, b)]
+        return _pareto(found)
+
+    def between(self, exact: Found, fast: Found) -> list[Found]:
+        """Placements between two corners, with ops of the fast one in fp32.
+
+        Each op goes to fp32 by itself; and one after the other, those first that make
+        the largest errors by themselves.
+        """
+        kept: dict[str, list[str]] = {}
+        moved = []
+        for part in self.parts:
+            allowed = filter(part.record.classified.is_allowed, sorted(part.own))
+            kept[part.name] = []
+            for name in allowed:
+                if name not in fast.labels[part.name]:
+                    kept[part.name].append(name)
+                elif name not in exact.labels[part.name]:
+                    moved.append((self._share(part.own[name]), part.name, name))
+        found, start = [exact, fast], {part: [*names] for part, names in kept.items()}
+        for _, part_name, name in sorted(moved, reverse=True)[:_STEPS]:
+            alone = {**start, part_name: [*start[part_name], name]}
+            kept[part_name].append(name)
+            found += [self.at(0.0, alone), self.at(0.0, kept)]
+        found = _pareto(found)
+        return found[found.index(exact) + 1 : found.index(fast)]
+
+    def _share(self, squares: Mapping[str, float]) -> float:
+        return sum(w * squares.get(m, 0.0) for m, w in self.weights.items())
 
     def chosen(self, labels: Labels) -> Chosen:
         """The placement, for any capture of the model."""
@@ -176,59 +292,11 @@ class Scene:
         return Chosen(frozenset(low - high), frozenset(low | high), self.below_ceiling)
 
 
-def scene_of(
-    records: Iterable[tuple[Rewritten, float]],
-    found: Mapping[str, Squares],
-    options: Options,
-    *,
-    below_ceiling: bool = False,
-) -> Scene:
-    """The scene of the graphs of a model.
-
-    Args:
-        records: each graph, and how often a call runs it.
-        found: the squares of each measure.
-        options: the options of the conversion.
-        below_ceiling: whether ops that type promotion leaves fp32 may be low.
-    """
-    parts = []
-    for number, (record, runs) in enumerate(records):
-        for at, each in enumerate(record.with_bodies()):
-            here = _without_ceiling(each, options) if below_ceiling else each
-            parts.append(_part(f"{number}.{at}", here, runs, found))
-    return Scene(parts, below_ceiling)
-
-
 def _without_ceiling(record: Rewritten, options: Options) -> Rewritten:
     """The record of the same graph, in which the ceiling pins no op."""
     chosen = Chosen(frozenset(), frozenset(), below_ceiling=True)
     options = dataclasses.replace(options, chosen=chosen)
     return placed_again(record, options, record.given_up)
-
-
-def _part(
-    name: str, record: Rewritten, runs: float, found: Mapping[str, Squares]
-) -> Part:
-    keys = keys_of(record.classified)
-    problem = _by_time_alone(record)
-    known = {k for squares in found.values() for k in squares.known}
-    pins = {
-        n: _UNKNOWN
-        for n in problem.unary
-        if n in keys and keys[n] not in known and n not in problem.at_sink
-    }
-    own = {
-        n: {m: s.own[keys[n]] for m, s in found.items() if keys[n] in s.own}
-        for n in problem.unary
-        if n in keys
-    }
-    pins |= {
-        n: _OVERFLOWS
-        for n, squares in own.items()
-        if any(math.isinf(s) for s in squares.values()) and n not in problem.at_sink
-    }
-    problem = dataclasses.replace(problem, at_sink={**problem.at_sink, **pins})
-    return Part(name, record, problem, runs, keys, own, _pairs(record, keys, found))
 
 
 def _by_time_alone(record: Rewritten) -> Problem:
@@ -254,181 +322,9 @@ def _by_time_alone(record: Rewritten) -> Problem:
     return build_problem(record.classified, prices, assignment.returned_inside)
 
 
-def _pairs(
-    record: Rewritten, keys: Mapping[str, OpKey], found: Mapping[str, Squares]
-) -> list[Pair]:
-    """The uses of values in a graph that add squares."""
-    facts, known = record.facts, record.assignment.problem.unary
-    pairs = []
-    for (name, value), edge in edges_of(record.classified, keys).items():
-        maker, reader = facts.producer(value), name if edge.is_rounded else FP32
-        if maker not in known or reader not in known or maker == reader:
-            continue
-        down = {m: s.down[edge] for m, s in found.items() if edge in s.down}
-        up = {m: s.up[edge] for m, s in found.items() if edge in s.up}
-        if edge.is_rounded or up:
-            pairs.append(Pair(maker, reader, down, up))
-    return pairs
-
-
 def _add(total: dict[str, float], more: Mapping[str, float]) -> None:
     for measure, square in more.items():
         total[measure] = total.get(measure, 0.0) + square
-
-
-_CORNERS = 48
-"""The most corners: far more than a plot or a budget can tell apart."""
-
-_FEW = 24
-"""The most ops for which a greedy search is made as well."""
-
-_STEPS = 24
-"""The most placements between two corners."""
-
-
-@dataclass(frozen=True, eq=False)
-class Found:
-    """One placement.
-
-    Attributes:
-        labels: the low nodes of each graph.
-        nanoseconds: the predicted time.
-        squares: the square of the predicted error, by measure.
-        share: the sum of the squares, each over the square of its limit.
-    """
-
-    labels: Labels
-    nanoseconds: float
-    squares: Mapping[str, float]
-    share: float
-
-    @property
-    def count(self) -> int:
-        """The number of low nodes."""
-        return sum(map(len, self.labels.values()))
-
-    def errors(self) -> dict[str, float]:
-        """The predicted error of each measure."""
-        return {m: math.sqrt(s) for m, s in self.squares.items()}
-
-    def fits(self, limits: Mapping[str, float], times: float) -> bool:
-        """Whether each predicted error is at most `times` its limit."""
-        return all(
-            self.squares.get(m, 0.0) <= (times * limit) ** 2
-            for m, limit in limits.items()
-        )
-
-
-class Search:
-    """Finds the placements of one scene, for one set of limits."""
-
-    def __init__(self, scene: Scene, limits: Mapping[str, float]) -> None:
-        self.scene = scene
-        self.weights = {m: 1 / limit**2 for m, limit in limits.items()}
-
-    def placement(self, labels: Labels) -> Found:
-        """A placement with its predicted time and errors."""
-        squares = self.scene.squares(labels)
-        share = sum(w * squares.get(m, 0.0) for m, w in self.weights.items())
-        return Found(labels, self.scene.nanoseconds(labels), squares, share)
-
-    def frontier(self) -> list[Found]:
-        """The placements, the most exact first, each faster than the one before."""
-        exact = self.placement(self.scene.nothing)
-        fastest = self._at(0.0)
-        found = [exact, *self._corners(exact, fastest), fastest]
-        found.sort(key=lambda each: each.share)
-        steps = [step for pair in pairwise(found) for step in self._between(*pair)]
-        return _pareto([*found, *steps, *self._worst_first(fastest)])
-
-    def _at(self, rate: float) -> Found:
-        """The placement of least cost, where a share of 1 costs `rate` nanoseconds."""
-        rates = {m: rate / UNIT_NS * w for m, w in self.weights.items()}
-        return self.placement(self.scene.solved(rates))
-
-    def _corners(self, exact: Found, fast: Found) -> list[Found]:
-        """The corners of the lower hull of (error, time) between two placements.
-
-        Eisner and Severance, "Mathematical techniques for efficient record segmentation
-        in large shared databases" (1976).
-        """
-        todo = [(exact, fast)]
-        found: list[Found] = []
-        while todo and len(found) < _CORNERS:
-            a, b = todo.pop(0)
-            if b.share <= a.share or b.nanoseconds >= a.nanoseconds:
-                continue
-            if math.isinf(b.share):
-                rate = (a.nanoseconds - b.nanoseconds) / 1e6
-            else:
-                rate = (a.nanoseconds - b.nanoseconds) / (b.share - a.share)
-            middle = self._at(rate)
-            if _cost(middle, rate) >= min(_cost(a, rate), _cost(b, rate)) * (1 - 1e-9):
-                continue
-            found.append(middle)
-            todo += [(a, middle), (middle, b)]
-        return found
-
-    def _between(self, exact: Found, fast: Found) -> Iterator[Found]:
-        """Placements between two corners: from the fast one, op by op.
-
-        The op that goes to fp32 first is the one that lessens the error most for the
-        time that its return to fp32 costs.
-        """
-        more = fast.share - exact.share
-        rate = (exact.nanoseconds - fast.nanoseconds) / more if more > 0 else 0.0
-        rates = {m: rate / UNIT_NS * w for m, w in self.weights.items()}
-        moved = [
-            (part, name)
-            for part in self.scene.parts
-            for name in sorted(fast.labels[part.name] - exact.labels[part.name])
-            if part.record.classified.is_allowed(name)
-        ]
-        if len(moved) < 2 or not 0.0 < rate < math.inf:
-            return
-        alone = {
-            (part.name, name): self._without(fast, part, [name], rates)
-            for part, name in moved
-        }
-        moved.sort(key=lambda each: _slope(alone[each[0].name, each[1]], fast))
-        now, gone = fast, dict[str, list[str]]()
-        for part, name in moved[:_STEPS]:
-            gone.setdefault(part.name, []).append(name)
-            now = self._without(now, part, gone[part.name], rates)
-            yield now
-
-    def _worst_first(self, fast: Found) -> Iterator[Found]:
-        """Placements as a greedy search makes them: the worst op goes to fp32, again.
-
-        A small model has few corners, with large gaps between them.  A large model has
-        so many ops that the gaps are small, and a greedy search takes long.
-        """
-        left = [
-            (part, name)
-            for part in self.scene.parts
-            for name in sorted(fast.labels[part.name])
-            if part.record.classified.is_allowed(name)
-        ]
-        if len(left) > _FEW:
-            return
-        now, gone = fast, dict[str, list[str]]()
-        while left:
-            tries = [
-                self._without(now, part, [*gone.get(part.name, ()), name], {})
-                for part, name in left
-            ]
-            at = min(range(len(tries)), key=lambda i: tries[i].share)
-            part, name = left.pop(at)
-            gone.setdefault(part.name, []).append(name)
-            now = tries[at]
-            yield now
-
-    def _without(
-        self, found: Found, part: Part, names: Sequence[str], rates: Mapping[str, float]
-    ) -> Found:
-        """A placement with some ops of one graph in fp32, and their neighbours anew."""
-        low = part.solved(rates, names)
-        return self.placement({**found.labels, part.name: low})
 
 
 def _cost(found: Found, rate: float) -> float:
@@ -436,11 +332,12 @@ def _cost(found: Found, rate: float) -> float:
 
 
 def _slope(exact: Found, fast: Found) -> float:
-    """The nanoseconds that a share of error costs."""
-    return (exact.nanoseconds - fast.nanoseconds) / max(fast.share - exact.share, 1e-30)
+    """The nanoseconds that a share of error costs between two placements."""
+    more = fast.share - exact.share
+    return (exact.nanoseconds - fast.nanoseconds) / (more if more < math.inf else 1e6)
 
 
-def _pareto(found: Sequence[Found]) -> list[Found]:
+def _pareto(found: Iterable[Found]) -> list[Found]:
     """The placements that no other beats in time and error, the most exact first."""
     kept: list[Found] = []
     for each in sorted(found, key=lambda f: (f.share, f.nanoseconds)):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from autoamp.ask.examine import examined
-from autoamp.budget.budget import Budget
-from autoamp.budget.search import Labels, Scene, Search, scene_of
-from autoamp.budget.sensitivity import Rounding, Squares
-from autoamp.budget.trial import Calibration, Judge
+from autoamp.ask.stand_in import Heard, relative_error
+from autoamp.budget.search import Found, Scene
+from autoamp.budget.sensitivity import Calibration, Squares
 from autoamp.options import Options
 
 BF16 = torch.bfloat16
@@ -37,30 +37,28 @@ class Layers(nn.Module):
         return self.head(x)
 
 
-def greedy(scene: Scene, judge: Judge, exact: object) -> Curve:
+def greedy(scene: Scene, bench: Calibration, exact: Heard) -> Curve:
     """Flips the op to fp32 that lessens the measured error most, and repeats."""
-    low: Labels = scene.solved({})
-    curve = [(scene.nanoseconds(low), error_of(scene, judge, exact, low))]
+    low = scene.at(0.0)
+    curve = [(low.nanoseconds, error_of(scene, bench, exact, low))]
+    kept: dict[str, list[str]] = {part.name: [] for part in scene.parts}
     while True:
         tries = []
         for part in scene.parts:
-            allowed = filter(part.record.classified.is_allowed, low[part.name])
-            for name in allowed:
-                kept = {n for n in part.keys if n not in low[part.name]} & set(
-                    part.problem.unary
-                )
-                there = part.solved({}, [*kept, name])
-                labels = {**low, part.name: there}
-                tries.append((error_of(scene, judge, exact, labels), labels))
+            ops = filter(part.record.classified.is_allowed, low.labels[part.name])
+            for name in ops:
+                there = {**kept, part.name: [*kept[part.name], name]}
+                found = scene.at(0.0, there)
+                tries.append((error_of(scene, bench, exact, found), there, found))
         if not tries:
             return curve
-        error, low = min(tries, key=lambda each: each[0])
-        curve.append((scene.nanoseconds(low), error))
+        error, kept, low = min(tries, key=lambda each: each[0])
+        curve.append((low.nanoseconds, error))
 
 
-def error_of(scene: Scene, judge: Judge, exact: object, labels: Labels) -> float:
-    found = judge.placed(scene.chosen(labels))
-    return judge.errors(found, exact)["outputs"]  # type: ignore[arg-type]
+def error_of(scene: Scene, bench: Calibration, exact: Heard, found: Found) -> float:
+    placed = bench.placed(scene.chosen(found.labels))
+    return relative_error(placed.output, exact.output)
 
 
 def time_within(curve: Curve, error: float) -> float:
@@ -69,25 +67,26 @@ def time_within(curve: Curve, error: float) -> float:
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_no_greedy_placement_is_faster_at_equal_error(seed: int) -> None:
+def test_no_greedy_placement_is_much_faster_at_equal_error(seed: int) -> None:
     model, x = Layers(seed).eval(), torch.randn(64, 48)
     options = Options(precision="bf16", do_no_harm=False)
     with examined(copy.deepcopy(model), options, BF16) as (twin, engine):
         bench = Calibration(twin, engine, ((x,), {}), None, trains=False)
         runs = bench.counted()
-        found = {"outputs": Squares()}
-        bench.learn(Rounding(BF16, found), None, seed=0)
+        found = {"outputs": Squares(BF16)}
+        bench.learn(found)
         records = [(p.rewritten, runs[p]) for p in runs if p.rewritten is not None]
-        scene = scene_of(records, found, options)
-        judge = Judge(bench, Budget(outputs=1.0), ["outputs"])
-        exact = judge.exact()
-        steps = greedy(scene, judge, exact)
-        points = Search(scene, {"outputs": 1e-3}).frontier()
-        curve = [
-            (p.nanoseconds, error_of(scene, judge, exact, p.labels)) for p in points
-        ]
+        scene = Scene(records, found, options)
+        exact = bench.exact()
+        steps = greedy(scene, bench, exact)
+        corners = scene.frontier({"outputs": 1e-3})
+        points = [*corners]
+        for pair in pairwise(corners):
+            points += scene.between(*pair)
+        curve = [(p.nanoseconds, error_of(scene, bench, exact, p)) for p in points]
     assert len(steps) >= 6
     assert len(points) >= 5
     for time, error in steps:
         # The measured error of one draw of data differs from the predicted one.
-        assert time_within(curve, 1.1 * error) <= time
+        # The corners of a hull are few: a step between two may be a little faster.
+        assert time_within(curve, 1.1 * error) <= 1.02 * time

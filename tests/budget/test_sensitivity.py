@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoamp.ask.examine import examined
-from autoamp.budget.budget import Budget
-from autoamp.budget.search import Scene, scene_of
-from autoamp.budget.sensitivity import Rounding, Squares
-from autoamp.budget.trial import Calibration, Judge
+from autoamp.budget.budget import Budget, errors_of
+from autoamp.budget.search import Scene
+from autoamp.budget.sensitivity import Calibration, Squares
 from autoamp.options import Options
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -97,37 +96,34 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 class Study:
     """The predictions for one model, and the means to check each."""
 
-    def __init__(
-        self, bench: Calibration, low: torch.dtype, measures: list[str]
-    ) -> None:
-        self.bench = bench
-        found = {measure: Squares() for measure in measures}
+    def __init__(self, bench: Calibration, budget: Budget) -> None:
+        self.bench, self.budget = bench, budget
+        found = {measure: Squares(bench.engine.record.low) for measure in budget.limits}
         runs = bench.counted()
-        bench.learn(Rounding(low, found), None, seed=3)
+        bench.learn(found, seed=3)
         records = [(p.rewritten, runs[p]) for p in runs if p.rewritten is not None]
-        self.scene: Scene = scene_of(records, found, bench.engine.options)
-        self.judge = Judge(bench, Budget(outputs=1.0), measures)
-        self.exact = self.judge.exact()
-        bench.find_scale(lambda: self.judge.placed(None))
+        self.scene = Scene(records, found, bench.engine.options)
+        self.exact = bench.exact()
+        bench.find_scale(bench.placed)
 
     def predicted(self, labels: dict[str, frozenset[str]]) -> dict[str, float]:
         return {m: math.sqrt(s) for m, s in self.scene.squares(labels).items()}
 
     def true(self, labels: dict[str, frozenset[str]]) -> dict[str, float]:
-        found = self.judge.placed(self.scene.chosen(labels))
-        return self.judge.errors(found, self.exact)
+        found = self.bench.placed(self.scene.chosen(labels))
+        return errors_of(self.budget, found, self.exact)
 
 
 def studied(
     model: nn.Module, x: Tensor, low: torch.dtype, check: Callable[[Study], None]
 ) -> None:
-    measures = ["outputs", "gradients"] if model.training else ["outputs"]
+    budget = Budget(outputs=1.0, gradients=1.0 if model.training else None)
     options = Options(precision=low, do_no_harm=False)
     with examined(model, options, low) as (twin, engine):
         bench = Calibration(
             twin, engine, ((x,), {}), mean_square, trains=model.training
         )
-        check(Study(bench, low, measures))
+        check(Study(bench, budget))
 
 
 def alone(study: Study) -> list[dict[str, frozenset[str]]]:
@@ -168,7 +164,7 @@ def test_all_ops_together(name: str) -> None:
     build, shape = MODELS[name]
 
     def check(study: Study) -> None:
-        labels = study.scene.everything()
+        labels = study.scene.everything
         predicted, true = study.predicted(dict(labels)), study.true(dict(labels))
         for measure, error in true.items():
             assert 0.5 * error <= predicted[measure] <= 2 * error
@@ -216,7 +212,7 @@ def test_a_number_that_leaves_the_range_keeps_its_op_in_fp32() -> None:
         (part,) = study.scene.parts
         large = next(n for n, k in part.keys.items() if k.module == "large")
         assert "leave the range" in part.problem.at_sink[large]
-        assert large not in study.scene.everything()[part.name]
+        assert large not in study.scene.everything[part.name]
 
     studied(model, torch.randn(8, 16), FP16, check)
 
@@ -237,7 +233,7 @@ def test_a_mask_of_the_least_number_is_no_error() -> None:
             return self.o((scores + mask).softmax(-1) @ x)
 
     def check(study: Study) -> None:
-        error = study.predicted(dict(study.scene.everything()))["outputs"]
+        error = study.predicted(dict(study.scene.everything))["outputs"]
         assert 0 < error < 0.1
 
     studied(Masked().train(), torch.randn(2, 8, 16), BF16, check)
