@@ -174,7 +174,8 @@ def _compared(region: Region, values: _Values) -> str | None:
             problem = _off(true, was, now, _coarsest(region))
             if problem is not None:
                 return f"result {side + 1} {problem}"
-        if kept > was_kept:
+        # The statistics of a norm are kept in fp32 where torch has 16 bits.
+        if kept > was_kept and kept >= 2 * was_kept:
             return f"keeps {kept} bytes for the backward, where {was_kept} were kept"
         return _gradients_differ(region, values, truth, old, new)
 
