@@ -16,7 +16,7 @@ from autoamp.ask.compare import Comparison
 from autoamp.ask.find_overflow import Overflow
 from autoamp.ask.monitor import Monitor
 from autoamp.auto.switch import disable, enable
-from autoamp.benchmark.result import Bench
+from autoamp.benchmark.bench import Bench
 from autoamp.budget.budget import Budget
 from autoamp.calibrate.tune import Tuning
 from autoamp.capture.program import disabled

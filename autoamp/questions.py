@@ -13,9 +13,9 @@ from autoamp.ask.compare import Comparison, compare_model
 from autoamp.ask.examine import options_for, refuse_options
 from autoamp.ask.explain import explain_model
 from autoamp.ask.find_overflow import Overflow, find_overflow_model
-from autoamp.benchmark.ask import bench_model
-from autoamp.benchmark.result import Bench
-from autoamp.benchmark.step.ways import KINDS
+from autoamp.benchmark.bench import Bench
+from autoamp.benchmark.measure import bench_model
+from autoamp.benchmark.ways import KINDS
 from autoamp.calibrate.tune import Tuning, tune_model
 from autoamp.inspect.report import Report
 from autoamp.snapshot.replay import find_overflow_in

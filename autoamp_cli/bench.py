@@ -113,8 +113,7 @@ def bench(
       autoamp bench models.resnet:example --infer --sweep 1,8,64
       autoamp bench models.gpt2:example --generate 32 --json bench.json
     """
-    from autoamp.benchmark.ask import bench_model
-    from autoamp.benchmark.measure import BenchInterrupted
+    from autoamp.benchmark.measure import BenchInterrupted, bench_model
     from autoamp_cli.factory import made_by
 
     if infer and generate:

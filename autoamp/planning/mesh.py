@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from autoamp.ask.stand_in import Call
-from autoamp.benchmark.step.batch import batch_size, token_count
+from autoamp.benchmark.step import batch_size, token_count
 from autoamp.dtypes import short_name
 from autoamp.errors import OptionError
 from autoamp.model.eligible import parameters_of

@@ -14,7 +14,7 @@ from torch import nn
 
 from autoamp.ask.examine import checked_model, options_for, refuse_options
 from autoamp.ask.stand_in import Call
-from autoamp.benchmark.step.batch import batch_size, token_count
+from autoamp.benchmark.step import batch_size, token_count
 from autoamp.dtypes import short_name
 from autoamp.errors import AutoampError, OptionError, UnsupportedModelError
 from autoamp.inspect.report import Report

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -125,9 +126,9 @@ def test_a_sweep_measures_every_batch() -> None:
 
 
 def test_ways_that_do_not_fit_together_are_timed_apart(monkeypatch) -> None:
-    from autoamp.benchmark import memory
+    from autoamp.benchmark import meters
 
-    monkeypatch.setattr(memory, "available", lambda device: 1)
+    monkeypatch.setattr(meters, "available", lambda device: 1)
     found = autoamp.bench(layers(), X, ways=["autocast", "half"], **QUICK)
     assert not found.interleaved
     assert [len(row.times) for row in found.rows] == [2, 2, 2]
@@ -173,10 +174,12 @@ def test_the_table_fits_80_columns(trained) -> None:
     assert sum(line.startswith("autocast ") for line in lines) == 3
 
 
-def test_json_is_read_back_equal(trained) -> None:
-    from autoamp.benchmark.result import from_json
-
-    assert from_json(trained.to_json()) == trained
+def test_json_holds_every_figure(trained) -> None:
+    found = json.loads(trained.to_json())
+    assert (found["schema"], found["work"]) == (1, "training")
+    assert found["answer"] == trained.answer.sentence
+    for row, written in zip(trained.rows, found["rows"], strict=True):
+        assert written == json.loads(json.dumps(asdict(row)))
 
 
 def test_markdown_has_a_line_for_each_way(trained) -> None:
@@ -208,7 +211,7 @@ def test_a_model_without_weights_to_train_is_refused() -> None:
 
 @pytest.mark.parametrize("most", [0, 1, 2, 7, 300, 4097])
 def test_the_largest_batch_is_found_on_lines_and_curves(most) -> None:
-    from autoamp.benchmark.largest import search
+    from autoamp.benchmark.meters import largest_size
 
     for power in (1, 2):
         tried = []
@@ -218,12 +221,12 @@ def test_the_largest_batch_is_found_on_lines_and_curves(most) -> None:
             # Beyond twice the size, memory runs out.
             return 1000 + 8 * size**power if size <= 2 * most + 1 else None
 
-        assert search(peak, 1000 + 8 * most**power) == most
+        assert largest_size(peak, 1000 + 8 * most**power) == most
         assert len(tried) == len(set(tried)) <= 40
 
 
 def test_a_budget_is_read() -> None:
-    from autoamp.benchmark.largest import bytes_in
+    from autoamp.benchmark.meters import bytes_in
 
     assert bytes_in("8GiB") == 8 * 2**30
     assert bytes_in("1.5 MB") == 1_500_000
@@ -234,9 +237,9 @@ def test_a_budget_is_read() -> None:
 
 
 def test_energy_without_a_counter_is_called_an_estimate(monkeypatch, tmp_path) -> None:
-    from autoamp.benchmark import energy
+    from autoamp.benchmark import meters
 
-    monkeypatch.setattr(energy, "POWERCAP", tmp_path / "none")
+    monkeypatch.setattr(meters, "POWERCAP", tmp_path / "none")
     found = autoamp.bench(layers(), X, ways=["half"], grams_per_kwh=360, **QUICK)
     fp32 = found.row("fp32")
     assert fp32.energy_from == "estimate"
@@ -248,15 +251,15 @@ def test_energy_without_a_counter_is_called_an_estimate(monkeypatch, tmp_path) -
 
 
 def test_rapl_is_read_where_it_is_there(monkeypatch, tmp_path) -> None:
-    from autoamp.benchmark import energy
+    from autoamp.benchmark import meters
 
     zone = tmp_path / "intel-rapl:0"
     zone.mkdir()
     (zone / "energy_uj").write_text("2500000")
     (zone / "max_energy_range_uj").write_text("9000000")
     (tmp_path / "intel-rapl:0:1").mkdir()  # a part of the package
-    monkeypatch.setattr(energy, "POWERCAP", tmp_path)
-    meter, why_not = energy.meter_for(torch.device("cpu"))
+    monkeypatch.setattr(meters, "POWERCAP", tmp_path)
+    meter, why_not = meters.meter_for(torch.device("cpu"))
     assert (meter.kind, meter.joules(), meter.period) == ("rapl", 2.5, 9.0)
     assert why_not == ""
 

@@ -138,6 +138,6 @@ def test_ctrl_c_before_the_first_time_says_that_there_is_none() -> None:
 
 
 def test_the_help_names_the_ways_there_are() -> None:
-    from autoamp.benchmark.step.ways import KINDS
+    from autoamp.benchmark.ways import KINDS
 
     assert WAYS == KINDS

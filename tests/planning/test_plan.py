@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import autoamp
 import autoamp_cli
 from autoamp import questions
-from autoamp.benchmark.memory import Held
+from autoamp.benchmark.meters import Held
 from autoamp.counted.saved import saved_bytes
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.place.devices import figures, memory_of

@@ -17,7 +17,7 @@ SHIPPED = ["autoamp", "autoamp_cli", "autoamp_autoload.py", "autoamp_heat.py"]
 GUARDED = {
     "executorch": ("executorch", "exported/targets.py"),
     "onnx": ("onnx", "exported/targets.py"),
-    "pynvml": ("bench", "benchmark/energy.py"),
+    "pynvml": ("bench", "benchmark/meters.py"),
     "safetensors": ("record", "snapshot/files.py"),
 }
 """A module that may be missing, the extra that brings it, and the file that says so."""

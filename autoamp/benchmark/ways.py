@@ -18,10 +18,6 @@ from autoamp.printable import class_name
 KINDS = ("fp32", "tf32", "autocast", "autoamp", "tuned", "half")
 """The kinds of ways that `ways=` may name, in the order in which they are shown."""
 
-FP32 = "fp32"
-AS_IT_IS = "as it is"
-"""The name of the first way where the model's weights are not fp32."""
-
 _NAMES = {"tf32": "fp32, TF32", "tuned": "autoamp, tuned"}
 
 
@@ -46,40 +42,42 @@ class Way:
     @property
     def name(self) -> str:
         """The name of the way in the table."""
-        half = f".{row_of(self.low).method}()"
-        name = half if self.kind == "half" else _NAMES.get(self.kind, self.kind)
-        name = AS_IT_IS if self.kind == FP32 and self.arrived else name
+        name = _NAMES.get(self.kind, self.kind)
+        if self.kind == "half":
+            name = f".{row_of(self.low).method}()"
+        elif self.kind == "fp32" and self.arrived:
+            name = "as it is"
         return f"{name}, compiled" if self.compiled else name
 
 
 def ways_for(
-    model: nn.Module,
-    low: torch.dtype,
-    options: Options,
-    kinds: Iterable[str],
-    *,
-    compiled: bool,
+    model: nn.Module, options: Options, kinds: Iterable[str], *, compiled: bool
 ) -> list[Way]:
     """The ways that `kinds` names, fp32 first; without TF32 where a device has none.
 
     Raises:
         OptionError: a kind is not in `KINDS`.
+        UnsupportedModelError: nothing in the model could run low.
     """
-    asked = [FP32, *kinds]
+    asked = ["fp32", *kinds]
     if wrong := next((kind for kind in asked if kind not in KINDS), None):
         raise OptionError(f"{wrong!r} is not a way: give any of {', '.join(KINDS)}")
-    half = arrived(model)
-    on = next((p.device for p in parameters_of(model)), torch.device("cpu"))
+    low, half = _precision_for(model, options), arrived(model)
+    has_tf32 = _has_tf32(device_of(model))
     plain = [
         Way(kind, low, options, arrived=half)
         for kind in KINDS
-        if kind in asked and (kind != "tf32" or has_tf32(on))
+        if kind in asked and (kind != "tf32" or has_tf32)
     ]
-    if not compiled:
-        return plain
     # `tune` times torch's own kernels, so it leaves nothing to compile.
     again = [replace(way, compiled=True) for way in plain if way.kind != "tuned"]
-    return plain + again
+    return plain + again if compiled else plain
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the model's weights."""
+    found = next((p.device for p in parameters_of(model)), None)
+    return found or torch.device("cpu")
 
 
 def arrived(model: nn.Module) -> str:
@@ -91,27 +89,22 @@ def arrived(model: nn.Module) -> str:
     return short_name(most) if most and most in LOW_DTYPES.values() else ""
 
 
-def has_tf32(device: torch.device) -> bool:
-    """Whether a device can multiply fp32 matrices in TF32."""
+def _has_tf32(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def precision_for(model: nn.Module, options: Options) -> torch.dtype:
+def _precision_for(model: nn.Module, options: Options) -> torch.dtype:
     """The compute dtype of the low ways.
 
     This is the dtype that `convert` would choose.  Where `convert` would leave the
     model as it is, the dtype of half-precision weights is taken, else the dtype under
     `do_no_harm=False`, else the dtype of `precision=`.
-
-    Raises:
-        UnsupportedModelError: nothing in the model could run low.
     """
     low, _ = choose_precision(model, options)
     low = low or LOW_DTYPES.get(arrived(model))
     if low is None:
         low, why = choose_precision(model, options.replace(do_no_harm=False))
-        if low is None and options.precision in LOW_DTYPES:
-            low = LOW_DTYPES[str(options.precision)]
+        low = low or LOW_DTYPES.get(str(options.precision))
         if low is None:
             raise UnsupportedModelError(f"{class_name(model)} {not_converted(why)}")
     return low

@@ -1,1 +1,0 @@
-"""A `Bench` as tables and as a plot."""

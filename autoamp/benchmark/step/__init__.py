@@ -1,1 +1,0 @@
-"""One step of a model: its work, the ways to run it, a copy that runs one way."""
