@@ -344,7 +344,9 @@ class Running:
 
     def step(self, batch: Call | None = None) -> Tensor | None:
         """Runs one step, on the next batch by default; returns its loss, or None."""
-        loss = self.backward(self.batch() if batch is None else batch)
+        if batch is None:
+            batch = self.batch()  # held until the step's end, as a loop holds it
+        loss = self.backward(batch)
         if self._scaler is not None and self._optimizer is not None:
             self._scaler.step(self._optimizer)
             self._scaler.update()
@@ -457,11 +459,11 @@ def growth_of_steps(running: Running, one: Call, other: Call) -> float:
     for call in (one, other) * 2:
         _time_a_step(running, call)
     begun = time.perf_counter()
-    times: list[list[float]] = []
+    times: list[tuple[float, float]] = []
     while len(times) < _FEWEST or time.perf_counter() - begun < _ALTERNATING:
-        times.append([_time_a_step(running, call)[0] for call in (one, other)])
-    first, second = map(min, zip(*times, strict=True))
-    return second / first
+        first = _time_a_step(running, one)[0]
+        times.append((first, _time_a_step(running, other)[0]))
+    return min(second for _, second in times) / min(first for first, _ in times)
 
 
 def ratio(

@@ -45,7 +45,7 @@ SPEAK_PYTHON = {
     "inspect/findings.py": "likewise",
     "exported/export.py": "the answer to a call of `export`, made in Python",
     "exported/onnx_files.py": "likewise",
-    "benchmark/step/running.py": "an error of `bench`, which has no variables",
+    "benchmark/step.py": "an error of `bench`, which has no variables",
 }
 """The files with a text that names options in Python's words, and why they may."""
 
