@@ -230,7 +230,7 @@ class _Study:
         found = self._learn(learned)
         scene, points = self._placements(found)
         spent = time.perf_counter() - begun
-        marks = _marks(scene)
+        under = scene
         if points[-1].fits(self.limits, _ROOM) and self._measured(None)[0] <= _ROOM:
             scene, points = self._placements(found, below_ceiling=True)
         at, checks, tried = self._within(scene, points)
@@ -243,7 +243,7 @@ class _Study:
             precision=short_name(self.bench.engine.record.low),
             limits=self.limits,
             points=[_point(each) for each in points],
-            marks=marks,
+            marks=_marks(scene, under),
             chosen=at,
             checks=checks,
             below_ceiling=_below(scene, points[at].labels),
@@ -451,18 +451,17 @@ def _point(found: Found, name: str = "") -> Point:
     return Point(found.nanoseconds, errors, sum(map(len, found.labels.values())), name)
 
 
-def _marks(scene: Scene) -> list[Point]:
-    """The placements to compare with."""
+def _marks(scene: Scene, under: Scene) -> list[Point]:
+    """The placements to compare with; `under` is the scene with the ceiling."""
     promoted = {
         p.name: project(p.problem, POLICIES["promote"](p.record.classified))
-        for p in scene.parts
+        for p in under.parts
     }
-    ways = {
-        "fp32": scene.nothing,
-        "torch.autocast": promoted,
-        "all low": scene.everything,
-    }
-    return [_point(scene.placement(labels), name) for name, labels in ways.items()]
+    return [
+        _point(scene.placement(scene.nothing), "fp32"),
+        _point(under.placement(promoted), "torch.autocast"),
+        _point(scene.placement(scene.everything), "all low"),
+    ]
 
 
 def _below(scene: Scene, labels: Labels) -> list[str]:
