@@ -27,39 +27,7 @@ from examples import train_digits as example
 SCRIPT = Path(example.__file__)
 
 
-def test_models_of_one_seed_are_equal_and_of_two_differ() -> None:
-    first, second, other = (example.make_model(seed) for seed in (0, 0, 1))
-    for name, value in first.state_dict().items():
-        assert torch.equal(value, second.state_dict()[name])
-    assert not torch.equal(first[0].weight, other[0].weight)
-
-
-def test_images_are_split_without_overlap_or_loss() -> None:
-    train_x, train_y, test_x, test_y = example.load_images()
-    assert train_x.shape[1:] == test_x.shape[1:] == (1, 8, 8)
-    assert len(train_x) == len(train_y)
-    assert len(train_x) + len(test_x) == 1797
-    assert sorted(set(test_y.tolist())) == list(range(10))
-    assert 0 <= float(train_x.min()) <= float(train_x.max()) <= 1
-
-
-def test_batches_are_whole_and_follow_the_seed() -> None:
-    images, labels = torch.arange(10.0), torch.arange(10)
-    torch.manual_seed(3)
-    first = [y.tolist() for _, y in example.batches(images, labels, 4)]
-    torch.manual_seed(3)
-    again = [y.tolist() for _, y in example.batches(images, labels, 4)]
-    assert first == again
-    assert [len(y) for y in first] == [4, 4]
-    assert len({i for y in first for i in y}) == 8
-
-
-def test_accuracy_is_the_percentage_right() -> None:
-    model = torch.nn.Identity()
-    scores = torch.eye(4)
-    assert example.accuracy(model, scores, torch.tensor([0, 1, 2, 0])) == 75
-
-
+@pytest.mark.thorough
 def test_training_learns() -> None:
     train_x, train_y, test_x, test_y = example.load_images()
     model = example.make_model(0)
@@ -69,21 +37,6 @@ def test_training_learns() -> None:
     example.train(model, optimizer, *half, epochs=1, batch=32, seed=0)
     assert before < 40
     assert example.accuracy(model, test_x, test_y) > 70
-
-
-def test_bytes_kept_leave_weights_out_and_count_a_storage_once() -> None:
-    linear = torch.nn.Linear(64, 10)
-    model = torch.nn.Sequential(torch.nn.Flatten(), linear)
-    images, labels = torch.randn(4, 64), torch.tensor([0, 1, 2, 3])
-    # The input, the output of log_softmax, the labels, and the sum of their weights.
-    assert example.kept_bytes(model, images, labels) == 4 * (4 * 64 + 4 * 10 + 1) + 32
-
-
-def test_capability_says_plainly_when_there_are_no_bf16_units(monkeypatch) -> None:
-    monkeypatch.setattr(example, "bf16_units", list)
-    assert "slower than fp32" in example.capability_line()
-    monkeypatch.setattr(example, "bf16_units", lambda: ["amx_bf16"])
-    assert "bf16 units: amx_bf16" in example.capability_line()
 
 
 def run_example(
@@ -151,13 +104,6 @@ def test_an_example_reaches_its_result(module, arguments, capsys) -> None:
     assert module.main(arguments) == 0, capsys.readouterr().out
 
 
-def test_the_convnet_fails_where_published_times_tell_of_tensor_cores(
-    monkeypatch,
-) -> None:
-    monkeypatch.setitem(convnet_first_experiment.PUBLISHED, 32, (10, 30))
-    assert convnet_first_experiment.main(["--batches", "32"]) == 1
-
-
 def test_resnet_fails_where_a_published_speed_is_above_the_prediction(
     monkeypatch,
 ) -> None:
@@ -176,26 +122,10 @@ def test_moving_an_op_fails_beyond_the_budget(capsys) -> None:
 
 
 @pytest.mark.slow
-def test_moving_an_op_fails_where_the_rules_file_moves_nothing(monkeypatch) -> None:
-    monkeypatch.setattr(move_one_op, "RULES", '[infer]\ncos = "another op"\n')
-    assert move_one_op.main(["--width", "32"]) == 1
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("module", [own_backend, serve], ids=lambda m: m.__name__)
 def test_an_example_fails_where_nothing_runs_low(module, monkeypatch) -> None:
     monkeypatch.setitem(module.OPTIONS, "keep", ["*"])
     assert module.main(["--width", "32"]) == 1
-
-
-@pytest.mark.slow
-def test_serving_fails_where_threads_answer_otherwise(monkeypatch) -> None:
-    def wrong(*given: object) -> list[tuple[torch.Tensor, float]]:
-        return [(y + 1, t) for y, t in right(*given)]
-
-    right = serve.serve
-    monkeypatch.setattr(serve, "serve", wrong)
-    assert serve.main(["--requests", "8", "--width", "32"]) == 1
 
 
 @pytest.mark.slow
@@ -227,12 +157,6 @@ def test_serving_a_package_fails_where_one_thing_is_wrong(wrong, same, told) -> 
     assert failed[0].startswith(told)
 
 
-def test_serving_a_package_says_that_it_failed(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(served, "compare", lambda *_: False)
-    assert served.main([]) == 1
-    assert capsys.readouterr().out.endswith("NOT right.\n")
-
-
 def test_a_region_of_autocast_around_an_export_is_seen_to_be_lost(
     monkeypatch,
 ) -> None:
@@ -261,14 +185,6 @@ def test_two_ranks_train_alike_under_both_wrappers() -> None:
     done = run_example("--steps", "40", "--timeout", "200", script=script)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("weights of all ranks equal: yes") == 2
-
-
-@pytest.mark.slow
-def test_two_ranks_that_do_not_end_are_ended() -> None:
-    script = SCRIPT.with_name("two_ranks.py")
-    done = run_example("--steps", "1000000", "--timeout", "15", script=script)
-    assert done.returncode == 1
-    assert "did not end in 15 s" in done.stderr
 
 
 @pytest.mark.slow

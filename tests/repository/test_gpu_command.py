@@ -1,12 +1,14 @@
-"""`make gpu` without a GPU: its pieces, what it skips and refuses, how it ends."""
+"""`make gpu` without a GPU: its pieces, what it skips, processes that take turns."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,16 @@ import pytest
 import torch
 
 from autoamp.compat import device
-from benchmarks import gpu, gpu_tests, report, setting, speeds, training
+from benchmarks import (
+    gpu,
+    gpu_tests,
+    report,
+    setting,
+    training,
+    turns,
+)
 from benchmarks.setting import NO_GPU, Setting
+from benchmarks.turns import Job, rows
 
 H100 = "nvidia-h100-80gb-hbm3"
 
@@ -35,26 +45,6 @@ def an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
 
 
-def test_the_pieces_are_what_needs_a_gpu() -> None:
-    found = {piece.name for piece in gpu.pieces()}
-    assert len(found) == len(gpu.pieces())
-    tables = ("training", "inference", "prediction", "compiled")
-    both = {f"{name}-{low}" for name in tables for low in ("bf16", "fp16")}
-    assert found == {"calibrate", "tests", *both}
-
-
-def test_a_piece_is_asked_for_by_its_name_or_its_tables() -> None:
-    assert [p.name for p in gpu.chosen(["tests", "training"])] == [
-        "tests",
-        "training-bf16",
-        "training-fp16",
-    ]
-    assert [p.name for p in gpu.chosen(["compiled-fp16"])] == ["compiled-fp16"]
-    assert gpu.chosen([]) == list(gpu.pieces())
-    with pytest.raises(ValueError, match=r"no piece 'trainings'; there are calibrate"):
-        gpu.chosen(["trainings"])
-
-
 @pytest.mark.usefixtures("no_gpu")
 def test_without_a_gpu_one_line_says_so(tmp_path: Path, capsys) -> None:
     assert gpu.main(["--out", str(tmp_path)]) == gpu.REFUSED == 2
@@ -64,15 +54,6 @@ def test_without_a_gpu_one_line_says_so(tmp_path: Path, capsys) -> None:
         training.TABLE.main(["--device", "cuda", "--out", str(tmp_path)])
     assert left.value.code == 2
     assert NO_GPU in capsys.readouterr().err
-
-
-def test_make_gpu_is_the_command() -> None:
-    words = ["make", "--dry-run", "--no-print-directory", "gpu", "GPU_PYTHON=python3"]
-    words.append("PIECES=tests training")
-    shown = subprocess.run(
-        words, cwd=report.ROOT, capture_output=True, text=True, check=True
-    )
-    assert shown.stdout == "python3 -m benchmarks.gpu  tests training\n"
 
 
 @pytest.mark.usefixtures("an_h100")
@@ -186,14 +167,6 @@ def test_a_signal_ends_what_was_begun(tmp_path: Path) -> None:
     assert ends(child)
 
 
-@pytest.mark.parametrize(
-    ("ended", "expected"),
-    [([0, 0], 0), ([0, 1], 1), ([1, 3, 0], 3), ([], 0)],
-)
-def test_that_a_piece_goes_on_is_said_before_that_one_failed(ended, expected) -> None:
-    assert gpu.worst(ended) == expected
-
-
 def test_figures_that_are_not_as_good_as_asked_are_figures(
     tmp_path: Path, monkeypatch
 ) -> None:
@@ -296,9 +269,108 @@ def test_the_whole_command_on_a_cpu(tmp_path: Path) -> None:
         assert text.startswith(setting.capability("cpu").split(",")[0])
 
 
-def test_a_table_of_speeds_says_where_they_are_from(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(speeds.subprocess, "run", ran_well)
-    assert speeds.main(["--out", str(tmp_path)]) == 0
-    text = (tmp_path / "calibrate.md").read_text()
-    assert text.startswith(setting.capability("cpu"))
-    assert "a table" in text
+MODULE = """
+import argparse, json, os, sys, time
+from benchmarks import turns
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--one")
+given = parser.parse_args()
+kind, _, name = given.one.partition("-")
+if kind == "broken":
+    sys.exit(3)
+time.sleep({"slow": 60, "late": 0.5}.get(kind, 0))
+print("said while it prepares")
+begun = time.time()
+assert turns.wait() and turns.is_beside_others()
+if kind == "stuck":
+    time.sleep(60)
+if kind == "dies":
+    sys.exit(4)
+turn = time.time()
+time.sleep(0.2)
+found = {"begun": begun, "turn": turn, "ended": time.time()}
+print(json.dumps({"name": given.one, "ways": found, "failures": {}}))
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "taking_turns.py").write_text(textwrap.dedent(MODULE))
+    paths = [str(tmp_path), str(turns.ROOT)]
+    monkeypatch.setenv("PYTHONPATH", ":".join(paths))
+    return "taking_turns"
+
+
+def found(module: str, names: list[str], at_once: int, limit: float) -> dict[str, Any]:
+    jobs = [Job(module, name) for name in names]
+    return {job.name: row for job, row in rows(jobs, at_once=at_once, limit=limit)}
+
+
+@pytest.mark.thorough
+def test_turns_do_not_overlap_and_begin_when_all_are_ready(module: str) -> None:
+    every = found(module, ["late-a", "quick-b", "quick-c"], at_once=3, limit=60)
+    spans = [row["ways"] for row in every.values()]
+    assert [*every] == ["late-a", "quick-b", "quick-c"]
+    assert max(s["begun"] for s in spans) <= min(s["turn"] for s in spans)
+    for one, other in itertools.pairwise(spans):
+        assert one["ended"] <= other["turn"]
+
+
+@pytest.mark.slow
+def test_a_process_that_is_late_has_failed(module: str) -> None:
+    begun = time.monotonic()
+    every = found(module, ["slow-a", "quick-b", "stuck-c"], at_once=3, limit=20)
+    assert time.monotonic() - begun < 40
+    assert "not ready" in every["slow-a"]["failures"]["all"]
+    assert not every["quick-b"]["failures"]
+    assert "its turn took more" in every["stuck-c"]["failures"]["all"]
+
+
+def test_memory_that_others_hold_is_waited_for(monkeypatch) -> None:
+    monkeypatch.setenv(turns.WAITS, "1")
+    monkeypatch.setattr(turns, "PAUSES_S", (0.0, 0.0))
+    tries = []
+
+    def prepared() -> str:
+        tries.append(1)
+        if len(tries) < 3:
+            raise torch.OutOfMemoryError
+        return "made"
+
+    assert turns.prepared_beside_others(prepared) == "made"
+
+
+def test_tables_of_models_are_filled_side_by_side(tmp_path: Path, monkeypatch) -> None:
+    """Models that are there are left out; a row that failed leaves its piece failed."""
+    asked = Setting(quick=True)
+    pieces = gpu.chosen(["training-bf16", "prediction-bf16"])
+    done = pieces[0].results(asked, tmp_path)
+    done.write_text(json.dumps({"models": [row("bert")]}))
+    seen: list[str] = []
+
+    def measured(jobs: list[Job], **_: Any) -> Any:
+        for job in jobs:
+            seen.append(f"{job.module} {job.name}")
+            failed = job.module.endswith("prediction")
+            yield job, row(job.name, "it broke" if failed else "")
+
+    monkeypatch.setattr(gpu.turns, "rows", measured)
+    ended = gpu.side_by_side(pieces, asked, tmp_path, 60.0, 4)
+    assert seen == [
+        "benchmarks.training resnet50",
+        "benchmarks.prediction bert",
+        "benchmarks.prediction resnet50",
+    ]
+    assert ended == {"training-bf16": gpu.FINISHED, "prediction-bf16": gpu.FAILED}
+    kept = json.loads(done.read_text())["models"]
+    assert [each["name"] for each in kept] == ["bert", "resnet50"]
+
+
+def row(name: str, failure: str = "") -> dict[str, Any]:
+    """A row of the table of training steps, or one that failed, of any table."""
+    ways = {way: {"seconds": [0.5]} for way in ("fp32", "autocast", "autoamp")}
+    failures = {"all": failure} if failure else {}
+    return {"name": name, "commit": "abc", "ways": {} if failure else ways} | {
+        "failures": failures
+    }

@@ -150,16 +150,3 @@ def test_what_may_be_missing_is_in_the_extra_that_the_error_names() -> None:
         assert module not in providers or wanted & set(providers[module])
         text = (REPO / "autoamp" / file).read_text("utf-8")
         assert f"pip install 'autoamp[{extra}]'" in text
-
-
-@pytest.mark.parametrize(
-    ("code", "names"),
-    [
-        ("import numpy.linalg as n, os", {"numpy"}),
-        ("def f():\n    from pandas.io import x", {"pandas"}),
-        ("import importlib\nimportlib.import_module('jax.numpy')", {"jax"}),
-        ("from . import sibling\nfrom autoamp.rules import Rules", set()),
-    ],
-)
-def test_an_import_is_found(code: str, names: set[str]) -> None:
-    assert others_imported(ast.parse(code)) == names

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
 
@@ -84,11 +83,6 @@ def test_each_file_keeps_a_quick_test(request: pytest.FixtureRequest) -> None:
     assert [file for file, some in quick.items() if not some] == []
 
 
-def test_a_case_that_is_not_there_is_found() -> None:
-    cases = {"test_x": [("a", True), ("b", False)]}
-    assert unknown({("test_x", "a"), ("test_x", "c")}, cases) == {("test_x", "c")}
-
-
 PLANTED = """
 import pytest
 from tests import levels
@@ -135,22 +129,3 @@ def test_what_each_level_runs(pytester: pytest.Pytester) -> None:
         "test_marked_in_the_parameter[b]",
     ]
     assert chosen("slow") == ["test_cases[c]", "test_cases[d]"]
-
-
-TIMES = """<testsuites><testsuite>
-<testcase classname="tests.a.test_b" name="test_long[x]" time="0.5"/>
-<testcase classname="tests.a.test_b" name="test_long[y]" time="0.3"/>
-<testcase classname="tests.a.test_b" name="test_short" time="0.1"/>
-<testcase classname="tests.a.test_b" name="test_longer" time="1.5"/>
-<testcase classname="tests.a.test_c" name="test_alone" time="9.0"/>
-</testsuite></testsuites>"""
-
-
-def test_functions_over_the_rule_are_printed(tmp_path: Path, capsys) -> None:
-    times = tmp_path / "times.xml"
-    times.write_text(TIMES)
-    levels.main(times)
-    assert capsys.readouterr().out.splitlines() == [
-        "   1.5 s in   1 cases  tests/a/test_b.py::test_longer",
-        "  11.4 s in all",
-    ]

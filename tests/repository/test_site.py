@@ -75,25 +75,6 @@ def test_the_reference_has_every_command_and_option() -> None:
                 assert each.opts[0] in section, f"{words} {each.opts[0]}"
 
 
-def test_a_bar_in_a_help_text_ends_no_cell() -> None:
-    @click.group()
-    def group() -> None: ...
-
-    @group.command()
-    @click.option("--on", metavar="0|1", help="Yes | no.")
-    def each(on: str) -> None:
-        """Does.
-
-        \b
-        Example:
-          each
-        """
-
-    text = reference(group)
-    assert "| `--on 0\\|1` | Yes \\| no. |" in text
-    assert "```\nExample:\n  each\n```" in text
-
-
 # -- staged and built ------------------------------------------------------------------
 
 
@@ -127,11 +108,6 @@ def test_faults_of_a_built_page_are_found(html: str, tmp_path: Path) -> None:
     assert faults(tmp_path) == []
     page.write_text(fine + html)
     assert len(faults(tmp_path)) == 1
-
-
-def test_a_font_from_the_network_is_found(tmp_path: Path) -> None:
-    (tmp_path / "a.css").write_text('@font-face { src: url("https://a.example/f") }')
-    assert faults(tmp_path) == ["a.css loads from the network"]
 
 
 @pytest.mark.skipif(not SITE.exists(), reason="the site is not built: `make docs`")

@@ -8,11 +8,12 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import math
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree as ET
 
 import pytest
 import torch
@@ -20,11 +21,28 @@ import torch
 import autoamp
 from benchmarks import __main__ as harness
 from benchmarks import bytes as bytes_table
-from benchmarks import compiled, emitted, first_table, processes, report, step_times
-from benchmarks.models import MICRO_BATCHES, Workload, gpu_cases, workloads
-from benchmarks.setting import Setting, capability
+from benchmarks import (
+    compiled,
+    curves,
+    emitted,
+    first_table,
+    processes,
+    report,
+    step_times,
+)
+from benchmarks.curves import Digits
+from benchmarks.models import MICRO_BATCHES, Workload, workloads
+from benchmarks.setting import Setting
 from benchmarks.timing import interleaved, ratios
-from benchmarks.ways import low_way, prepared, scaler_of
+from benchmarks.ways import prepared
+from tests.conformance.table import PART, Figures, as_json, gather, markdown
+from tests.metrics import (
+    compare_with_autocast,
+    output_and_grad_errors,
+    relative_error,
+    training_step,
+)
+from tests.models import BY_NAME
 from tests.small_models import mlp
 
 QUICK = workloads(quick=True)
@@ -134,23 +152,19 @@ def test_a_model_is_timed_in_a_process_of_its_own(name: str, tmp_path) -> None:
     assert set(row["ways"]) == {"fp32", "autocast", "autoamp", "bfloat16"}
 
 
-def test_each_round_has_every_step_and_no_step_has_one_predecessor() -> None:
+def test_rounds_have_every_step_and_ratios_are_taken_in_each_round() -> None:
     calls: list[str] = []
     steps = {name: (lambda name=name: calls.append(name)) for name in "abc"}
-    taken = interleaved(steps, rounds=12)
+    interleaved(steps, rounds=12)
     rounds = ["".join(calls[i : i + 3]) for i in range(0, 36, 3)]
     assert {"".join(sorted(each)) for each in rounds} == {"abc"}
     before_c = Counter(one for one, other in itertools.pairwise(calls) if other == "c")
-    assert before_c["a"] >= 3
-    assert before_c["b"] >= 3
-    assert [len(times) for times in taken.values()] == [12, 12, 12]
-
-
-def test_ratio_is_the_median_of_the_ratios_of_each_round() -> None:
+    assert min(before_c["a"], before_c["b"]) >= 3, "no step has one predecessor"
     taken = {"base": [1.0, 10.0, 2.0], "x": [2.0, 30.0, 2.0]}
     assert ratios(taken, "base") == {"base": 1.0, "x": 2.0}
 
 
+@pytest.mark.thorough
 def test_a_training_step_is_all_micro_batches_and_one_optimizer_step() -> None:
     many = Workload("mlp", "micro-batches", MLP.case)
     forwards: list[int] = []
@@ -196,24 +210,6 @@ def test_an_unknown_name_is_an_error(arguments: list[str]) -> None:
         harness.TABLE.main(arguments)
 
 
-def test_autocast_scales_its_loss_in_fp16() -> None:
-    fp16 = Setting(precision="fp16")
-    assert low_way(fp16) == "float16"
-    assert scaler_of("autocast", fp16) is not None
-    assert scaler_of("autoamp", fp16) is None
-    assert scaler_of("autocast", Setting()) is None
-
-
-def test_markdown_wants_whole_rows() -> None:
-    assert report.markdown(["a", "b"], [["x", "1"]]).splitlines() == [
-        "| a   |   b |",
-        "| --- | --: |",
-        "| x   |   1 |",
-    ]
-    with pytest.raises(ValueError, match="needs 2 cells"):
-        report.markdown(["a", "b"], [["x"]])
-
-
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch) -> None:
     file = tmp_path / "a.json"
     report.put(file, "old")
@@ -230,14 +226,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch) -> N
     assert file.read_text() == "old"
 
 
-def test_a_copy_without_its_history_is_told_its_commit(monkeypatch) -> None:
-    monkeypatch.setenv(report.COMMIT, "c0ffee")
-    assert report.commit() == "c0ffee"
-    monkeypatch.delenv(report.COMMIT)
-    monkeypatch.setattr(report.shutil, "which", lambda _: None)
-    assert report.commit() == "unknown"
-
-
+@pytest.mark.thorough
 def test_a_hash_of_what_is_emitted_shows_a_change(
     tmp_path, monkeypatch, capsys
 ) -> None:
@@ -267,60 +256,6 @@ def counted(name: str, **steps: int) -> processes.Row:
         for way, step in steps.items()
     }
     return row(name, **ways)
-
-
-def cells_of(table: str) -> list[list[str]]:
-    return [[c.strip() for c in line.split("|")[1:-1]] for line in table.splitlines()]
-
-
-TWO = [
-    counted("a", fp32=8_000_000, autocast=4_000_000, autoamp=2_000_000, bfloat16=1),
-    counted("b", fp32=8_000_000, autocast=1_000_000, autoamp=8_000_000, bfloat16=1),
-]
-
-
-def test_the_table_of_bytes_has_ratios_and_a_bound() -> None:
-    half = counted("half", fp32=8, autoamp=4)
-    bounded = counted("c", autoamp=3_000_000)
-    bounded["ways"]["autoamp"]["bound"] = 2_000_000
-    cells = cells_of(bytes_table.table([*TWO, half, bounded]))
-    assert cells[2] == ["a", "8", "4", "2", "1e-06", *["0.500"] * 3, "-", "-"]
-    assert cells[4][2] == "failed"
-    assert cells[5][-2:] == ["2", "1.500"]
-    assert cells[-1] == ["geometric mean", *[""] * 4, *["2.000"] * 3, "", ""]
-    assert processes.mean([], "step") is None
-
-
-def test_the_plot_of_bytes_has_a_bar_for_every_figure() -> None:
-    zoo = [counted("zoo/c", autocast=4, autoamp=3), counted("zoo/d", fp32=4)]
-    drawn = ET.fromstring(bytes_table.plot([*TWO, *zoo]))
-    titles = [e.text for e in drawn.iter() if e.tag.endswith("title")]
-    assert len(titles) == 2 * 4 + 1
-    assert "a, autoamp: 0.250" in titles
-    assert "zoo/c: 0.750" in titles
-
-
-def test_the_table_of_times_has_geometric_means_of_what_there_is() -> None:
-    rows = [
-        row(name, **{way: {"seconds": taken} for way, taken in ways.items()})
-        for name, ways in {
-            "a": {"fp32": [4.0, 9.0, 2.0], "autocast": [2.0, 3.0, 2.0]},
-            "b": {"fp32": [1.0], "autocast": [1.0], "bfloat16": [0.5]},
-            "c": {"fp32": [1.0]},
-        }.items()
-    ]
-    cells = cells_of(step_times.table(rows, ("fp32", "autocast", "bfloat16")))
-    assert cells[0] == ["model", "autocast, ms", "fp32", "bfloat16"]
-    assert cells[2] == ["a", "2000", "2.00", "failed"]
-    assert cells[4] == ["c", "failed", "failed", "failed"]
-    assert cells[5] == ["geometric mean", "", "1.41", "0.50"]
-
-
-def test_a_table_of_a_gpu_shows_memory_and_kernels() -> None:
-    way = {"seconds": [0.1], "held": 2**20, "peak": 2**21, "kernels": 7, "busy": 0.05}
-    shown = step_times.gpu_table([row("net", autocast=way)], ["autocast", "autoamp"])
-    assert "3, 7, 50.0" in shown
-    assert "failed" in shown
 
 
 def test_a_way_that_raises_leaves_the_others() -> None:
@@ -376,15 +311,6 @@ def test_a_process_that_ends_badly_gives_a_row(monkeypatch) -> None:
     assert got["failures"] == {"all": "exit 1: no message"}
 
 
-def test_results_are_named_for_what_is_not_as_by_default() -> None:
-    assert Setting().stem("training") == "training"
-    assert Setting(quick=True).stem("inference") == "inference-quick"
-    assert Setting(precision="fp16").stem("training") == "training-fp16"
-    assert "cores" in capability("cpu")
-    names = [case.name for case in gpu_cases(quick=False)]
-    assert names[:4] == ["gpt2", "bert", "llama", "t5"]
-
-
 @pytest.mark.slow
 def test_inductor_counts_what_it_compiles() -> None:
     x = torch.ones(100, 100)
@@ -404,3 +330,173 @@ def test_a_refresh_reads_fp32_and_writes_16_bits() -> None:
     model(torch.randn(4, 8)).sum().backward()
     weights = sum(p.numel() for p in model.parameters())
     assert compiled.refreshed_bytes(model) == 6 * weights
+
+
+MODES = {mode.name: mode for mode in curves.MODES}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_the_command_writes_a_table_and_curves_that_fall(tmp_path, capsys) -> None:
+    arguments = ["--quick", "--seeds", "1", "--processes", "1"]
+    arguments += ["--modes", "autoamp bf16"]
+    assert curves.main([*arguments, "--out", str(tmp_path)]) == 0
+    text = (tmp_path / "curves-quick.md").read_text()
+    assert text in capsys.readouterr().out
+    found = json.loads((tmp_path / "curves-quick.json").read_text())["results"]
+    names = [(result["task"], result["mode"]) for result in found]
+    assert names == [
+        (task, mode)
+        for task in ("digits", "chars")
+        for mode in ("fp32", "autoamp bf16")
+    ]
+    for result in found:
+        assert f"| {result['mode']} |" in " ".join(text.split())
+        (run,) = result["runs"]
+        assert run["curve"][-1] < 0.9 * run["curve"][0]
+        assert run["skipped_steps"] == []
+    assert found[0]["runs"][0]["curve"] != found[1]["runs"][0]["curve"]
+
+
+@pytest.mark.thorough
+def test_a_skipped_step_is_counted(monkeypatch) -> None:
+    task = Digits(10)
+    model = task.start(0)
+    stepper = curves.Stepper(task, MODES["autocast fp16"], model)
+    before = model[0].weight.detach().clone()
+    inputs, targets = next(task.batches(torch.Generator()))
+    loss = curves.mean_loss(model(inputs), targets)
+    assert stepper.step(loss * math.inf)
+    assert torch.equal(model[0].weight, before)
+    assert stepper.loss_scale() == 32768
+    assert not stepper.step(curves.mean_loss(model(inputs), targets))
+    assert not torch.equal(model[0].weight, before)
+
+
+def runs(*metrics: float) -> list[dict[str, object]]:
+    """What `train` returns, as far as it is judged."""
+    rest = {"metric_in_fp32": 0.0, "curve": [1.0], "skipped_steps": []}
+    return [{"metric": metric, **rest} for metric in metrics]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "within", "text"),
+    [
+        ((97.2, 96.2), True, "+0.20 ± 0.00 points, within 0.5"),
+        ((98.0, 95.8), True, "within 0.5, by less than two standard errors"),
+        ((97.7, 96.7), False, "NOT within 0.5"),
+        ((math.nan, 96.0), False, "NOT within 0.5"),
+    ],
+)
+def test_the_verdict(metrics: tuple[float, ...], within: bool, text: str) -> None:
+    task = Digits(1)
+    found = curves.summary(task, runs(*metrics), runs(97.0, 96.0))
+    verdict, line = curves.verdict(task, MODES["autoamp bf16"], found)
+    assert verdict is within
+    assert text in line
+
+
+def test_a_failing_run_is_told() -> None:
+    task, mode = Digits(1), MODES["autoamp fp16"]
+    failed = [*runs(97.0), {"failed": "RuntimeError: no such thing"}]
+    found = curves.summary(task, failed, runs(97.0, 96.0))
+    assert "failed" in curves.row(task, mode, found)
+    passed, line = curves.verdict(task, mode, found)
+    assert not passed
+    assert line == "digits, autoamp fp16: failed, RuntimeError: no such thing"
+
+
+def reported(part: str, fill: Any = None, **more: Any) -> Any:
+    """What pytest hands over of one test of `part`."""
+    properties: list[tuple[str, Any]] = [(PART, part)]
+    if fill is not None:
+        fill(Figures(lambda name, value: properties.append((name, value))))
+    return SimpleNamespace(user_properties=properties, duration=0.5, **more)
+
+
+def counting(ops: int, error: float) -> Any:
+    def fill(figures: Figures) -> None:
+        figures.count("ops", ops)
+        figures.worst("error", error)
+
+    return fill
+
+
+STATS = {
+    "passed": [
+        reported("Ops", counting(3, 0.25)),
+        reported("Ops", counting(4, 0.5)),
+        SimpleNamespace(user_properties=[], duration=9.0),  # of no part
+    ],
+    "failed": [reported("Ops", counting(0, 0.1), nodeid="test_ops.py::test_exp")],
+    "skipped": [
+        reported("Ops", longrepr=("test_ops.py", 7, "Skipped: torch has none"))
+    ],
+    "error": [reported("Models", nodeid="test_models.py::test_vit")],
+    "deselected": [object()],
+}
+
+
+def test_counts_are_added_up_and_the_worst_is_kept() -> None:
+    parts = gather(STATS)
+    assert [*parts] == ["Models", "Ops"]
+    ops = parts["Ops"]
+    assert (ops.passed, ops.failed) == (2, ["test_ops.py::test_exp"])
+    assert ops.counted == {"ops": 7}
+    assert ops.worst == {"error": 0.5}
+    assert ops.skipped == {"torch has none": 1}
+    assert ops.seconds == 2.0
+    assert parts["Models"].failed == ["test_models.py::test_vit"]
+
+
+def test_the_table_tells_all_of_it() -> None:
+    parts = gather(STATS)
+    text = markdown(parts)
+    row = next(line for line in text.splitlines() if line.startswith("| Ops"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells == ["Ops", "3", "1", "1", "2"]
+    assert "- Ops: 7 ops, error 0.5 at worst" in text
+    assert "- Ops: skipped 1: torch has none" in text
+    assert "- failed: test_models.py::test_vit" in text
+    assert as_json(parts)["Ops"]["skipped"] == {"torch has none": 1}
+
+
+BF16 = torch.bfloat16
+
+
+def test_relative_error() -> None:
+    a = {"x": torch.tensor([3.0, 0.0]), "n": torch.tensor(7)}
+    b = {"x": torch.tensor([0.0, 4.0]), "n": torch.tensor(9)}
+    assert relative_error(a, b) == pytest.approx(5 / 4)
+    assert relative_error(a, a) == 0.0
+    assert relative_error(torch.ones(2), torch.zeros(2)) == math.inf
+    assert math.isnan(relative_error(torch.tensor([math.nan]), torch.ones(1)))
+    z = torch.ones(1, dtype=torch.cfloat)
+    assert relative_error(z * 1j, z) == pytest.approx(math.sqrt(2))
+    with pytest.raises(ValueError, match="other shapes"):
+        relative_error(torch.ones(2), torch.ones(3))
+
+
+def test_a_missing_gradient_is_not_overlooked() -> None:
+    case = BY_NAME["mlp"]
+    model = case.model()
+    whole = training_step(model, case.loss, case.inputs(0))
+    model.get_parameter("0.weight").requires_grad_(requires_grad=False)
+    part = training_step(model, case.loss, case.inputs(0))
+    with pytest.raises(ValueError, match=r"one of the two only: \['0.weight'\]"):
+        output_and_grad_errors([part], [whole])
+
+
+@pytest.mark.thorough
+def test_autocast_measures_as_itself_and_fp32_as_exact() -> None:
+    case = BY_NAME["mlp"]
+    record = compare_with_autocast(case, lambda model: model)
+    assert record.converted.output_error == record.converted.grad_error == 0.0
+    assert record.converted.counts.low_flops == 0
+    assert record.converted.output_dtypes == (torch.float32,)
+    assert record.autocast.output_dtypes == (BF16,)
+    assert record.autocast.counts.low_share == 1.0
+    assert 1e-4 < record.rounded.grad_error < record.autocast.grad_error < 1e-2
+    # 3 weights, 3 biases, the input; the output's gradient; 6 gradients and no more.
+    assert record.autocast.counts.cast_count(phase="forward") == 8
+    assert record.autocast.counts.cast_count(source="weight") == 6
