@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_code
 
-from autoamp.compat.dynamo.frames import never_a_graph_by_itself
+from autoamp.compat.frames import never_a_graph_by_itself
 from autoamp.compat.gradients import never_captured
-from autoamp.compat.modes.process import frame_callback
+from autoamp.compat.modes import frame_callback
 from autoamp.compat.tensors import modules_of
 
 _NAME = "_compiled_call_impl"

@@ -12,8 +12,8 @@ import torch._dynamo
 from torch import fx
 from torch.autograd import forward_ad
 
-from autoamp.compat.distributed.ddp import active_ddp, in_buckets, splits_for_ddp
-from autoamp.compat.inductor_casts import CastReading, inductor, reading_casts
+from autoamp.compat.distributed import active_ddp, in_buckets, splits_for_ddp
+from autoamp.compat.inductor import CastReading, inductor_backend, reading_casts
 
 
 def compile_with(
@@ -35,7 +35,7 @@ def compile_with(
         return gm.forward
     if is_inductor(backend):
         plain = unwrapped_backend(backend)
-        backend = inductor(plain, exact_casts=exact_casts, reading=reading)
+        backend = inductor_backend(plain, exact_casts=exact_casts, reading=reading)
     assert callable(backend)
     ddp = active_ddp()
     with reading_casts(reading):

@@ -1,8 +1,9 @@
-"""The low dtypes of this CPU, and its kernels for attention."""
+"""What this machine computes in: low dtypes of its CPU, TF32, attention on CPUs."""
 
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 import torch
@@ -71,3 +72,25 @@ def softmax_gradient(grad: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 def safe_softmax(scores: torch.Tensor) -> torch.Tensor:
     """The softmax over the last dimension; 0 in rows of minus infinity, and not NaN."""
     return torch._safe_softmax(scores, -1)
+
+
+KINDS = ("matmul", "conv", "rnn")
+"""The kinds of products for which torch has a switch each."""
+
+_SWITCHES = {"matmul": "cuda.matmul", "conv": "cudnn.conv", "rnn": "cudnn.rnn"}
+"""The object in `torch.backends` that has `fp32_precision` for a kind of products."""
+
+
+def tf32_kinds() -> frozenset[str]:
+    """The kinds of products that CUDA kernels may compute in TF32, as torch is set now.
+
+    The switches are read and never set; they can be read where there is no GPU.  Torch
+    leaves TF32 on for convolutions and recurrent layers, and off for matrix products
+    (https://docs.pytorch.org/docs/stable/notes/cuda.html, "TensorFloat-32").
+    """
+    return frozenset(kind for kind in KINDS if _allows_tf32(kind))
+
+
+def _allows_tf32(kind: str) -> bool:
+    switch: Any = operator.attrgetter(_SWITCHES[kind])(torch.backends)
+    return bool(switch.fp32_precision == "tf32")

@@ -1,4 +1,4 @@
-"""Scaling, checking and differentiating gradients."""
+"""Scales, checks and differentiates gradients; finds hooks, losses and optimizers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ import functools
 import gc
 import math
 import sys
+import threading
+import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from autoamp.compat.dynamo.frames import set_frames_action
-from autoamp.compat.modes.autocast import on_real_numbers
+from autoamp.compat.frames import set_frames_action
+from autoamp.compat.modes import on_real_numbers
+from autoamp.compat.tensors import modules_of
 
 
 @contextlib.contextmanager
@@ -291,3 +297,129 @@ def stepped_by_grad_scaler(optimizer: torch.optim.Optimizer) -> bool:
 def inside_backward() -> bool:
     """Whether this thread runs a backward pass (a region is being recomputed)."""
     return torch._C._current_graph_task_id() != -1
+
+
+HOOKS = tuple(
+    name for name in vars(nn.Module()) if name.endswith("_hooks") and "dict" not in name
+)
+"""Names of the attributes of a module that hold hooks of its calls and gradients."""
+
+_EVERYWHERE: list[Any] = [
+    getattr(nn.modules.module, f"_global{name}", {}) for name in HOOKS
+]
+"""The dictionaries in which torch keeps hooks on all modules."""
+
+
+class _Ours:
+    """How many hooks we have registered.
+
+    Threads may lose a count, which only costs another search for hooks.
+    """
+
+    count = 0
+
+
+def hook_gradient(tensor: torch.Tensor, hook: Callable[..., Any]) -> None:
+    """Registers a hook of ours, called with the gradient of `tensor`."""
+    _Ours.count += 1
+    tensor.register_hook(hook)
+
+
+def hook_node(node: Any, hook: Callable[..., Any]) -> None:
+    """Registers a hook of ours, called before node `node` of autograd's graph."""
+    _Ours.count += 1
+    node.register_prehook(hook)
+
+
+def hook_after_node(node: Any, hook: Callable[..., Any]) -> None:
+    """Registers a hook of ours, called after node `node` of autograd's graph.
+
+    The hook is given the gradients that the node gave, and those that it was given.
+    """
+    _Ours.count += 1
+    node.register_hook(hook)
+
+
+def hooks_of_others() -> int:
+    """How many hooks others have registered so far."""
+    return RemovableHandle.next_id - _Ours.count
+
+
+def hooks_everywhere() -> bool:
+    """Whether there is a hook on all modules."""
+    return any(_EVERYWHERE)
+
+
+def has_hooks(model: nn.Module) -> bool:
+    """Whether `model` or any module inside it has a hook."""
+    return any(any(map(vars(module).get, HOOKS)) for module in modules_of(model))
+
+
+def step_hooks(optimizer: Any) -> tuple[OrderedDict[int, Any], OrderedDict[int, Any]]:
+    """The hooks before and after an optimizer's steps, as the optimizer finds them."""
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+
+def set_hooks_after_step(optimizer: Any, hooks: OrderedDict[int, Any]) -> None:
+    """Has an optimizer look up `hooks` after its step."""
+    optimizer._optimizer_step_post_hooks = hooks
+
+
+def mark_stepped(optimizer: Any) -> None:
+    """Sets the mark without which `LRScheduler` warns of a step it has not seen."""
+    optimizer._opt_called = True
+
+
+_HOLDERS = {
+    id(code): name
+    for function, name in (
+        (torch.autograd.backward, "tensors"),
+        (torch.autograd.grad, "outputs"),
+    )
+    if (code := getattr(function, "__code__", None)) is not None
+}
+"""The code of functions that differentiate, each to the local that holds the losses.
+
+By `id`, since the hash of a code object looks at all that is in it."""
+
+
+def running_losses() -> tuple[list[torch.Tensor], types.FrameType | None]:
+    """The tensors that the running backward differentiates, and the frame that called.
+
+    Torch does not tell a hook which tensors these are, but `torch.autograd.backward`
+    and `grad` hold them in locals; where a torch names its locals otherwise, nothing is
+    found.
+    A hook on a GPU's gradient runs in a thread of torch's own, so that all threads are
+    looked at; where several differentiate, nothing is known.
+    """
+    here = _outermost(sys._getframe(1))
+    if here is None:
+        own = threading.get_ident()
+        others = [f for i, f in sys._current_frames().items() if i != own]
+        found = [each for each in map(_outermost, others) if each is not None]
+        if len(found) != 1:
+            return [], None
+        (here,) = found
+    given = here.f_locals.get(_HOLDERS[id(here.f_code)])
+    listed = given if isinstance(given, list | tuple) else [given]
+    return [t for t in listed if isinstance(t, torch.Tensor)], here.f_back
+
+
+def _outermost(frame: types.FrameType | None) -> types.FrameType | None:
+    """The outermost frame that differentiates: checkpoints do so inside of it."""
+    found = None
+    while frame is not None:  # runs in each backward: no generator
+        if id(frame.f_code) in _HOLDERS:
+            found = frame
+        frame = frame.f_back
+    return found
+
+
+def history(tensor: torch.Tensor, most: int = 40) -> list[str]:
+    """The names of the autograd nodes behind a tensor, along their first inputs."""
+    found: list[str] = []
+    node = tensor.grad_fn
+    while node is not None and len(found) < most:
+        found.append(node.name())
+        node = node.next_functions[0][0] if node.next_functions else None
+    return found

@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch._higher_order_ops.wrap
 from torch import fx
+from torch._functorch import predispatch
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autoamp.compat.dynamo.places import source_name
+from autoamp.compat.places import source_name
 
 
 def new_fake_mode(*, symbolic: bool = True) -> FakeTensorMode:
@@ -254,3 +256,95 @@ def schema(op: torch._ops.OpOverload) -> torch.FunctionSchema:
 def free_name(graph: fx.Graph, wanted: str) -> str:
     """A name no node of `graph` has: `wanted`, or one like it."""
     return graph._graph_namespace.create_name(wanted, None)
+
+
+# Targets of nodes that change the mode of the nodes after them in a graph.
+SET_GRAD = torch._C._set_grad_enabled
+ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
+EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+COND = torch.ops.higher_order.cond
+MAP = torch.ops.higher_order.map_impl
+SCAN = torch.ops.higher_order.scan
+WHILE_LOOP = torch.ops.higher_order.while_loop
+# Dynamo's graphs call this function for `x.data`; the stubs do not know the name.
+GET_DATA: Any = getattr(torch._C._autograd, "_get_data_attr")  # noqa: B009
+MODE_CHANGES = frozenset({SET_GRAD, ENTER_AUTOCAST, EXIT_AUTOCAST})
+
+# Where a transform of torch.func starts and ends in Dynamo's graphs.
+TRANSFORM_ENTRIES, TRANSFORM_EXITS = (
+    frozenset(
+        getattr(module, f"_{transform}_{change}_nesting")
+        for module in (torch._C._functorch, predispatch)
+        for transform in ("vmap", "grad", "jvp")
+        if hasattr(module, f"_{transform}_{change}_nesting")  # 2.11 has two of "jvp"
+    )
+    for change in ("increment", "decrement")
+)
+# An op that calls a sub-graph, and does nothing else.
+WRAP = torch.ops.higher_order.wrap
+
+# The op that calls a captured custom autograd Function: a forward and a backward.
+CUSTOM_FUNCTION: Any = torch._functorch.autograd_function.autograd_function_apply
+
+# The module and name by which `clip_grad_norm_` finds its norm function.
+TOTAL_NORM: tuple[Any, str] = (torch.nn.utils.clip_grad, "_get_total_norm")
+
+
+def under_custom_fwd(body: torch.fx.GraphModule) -> bool:
+    """Whether the graph is of a `forward` decorated with `torch.amp.custom_fwd`.
+
+    Dynamo's graphs keep nothing of the decorator but its frame in the stack traces.
+    Without stack traces the answer is no.
+    """
+    return any(map(in_custom_fwd, body.graph.nodes))
+
+
+def in_custom_fwd(node: torch.fx.Node) -> bool:
+    """Whether a call was made in a `forward` decorated with `torch.amp.custom_fwd`."""
+    return "in decorate_fwd" in (node.stack_trace or "")
+
+
+def quick_node(  # noqa: PLR0917
+    graph: fx.Graph,
+    op: str,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    name: str | None = None,
+) -> fx.Node:
+    """`graph.create_node(op, target, args, kwargs, name)`, without a search.
+
+    `create_node` looks at every leaf of the arguments, to warn of symbolic numbers that
+    are no nodes (torch 2.13), and that takes more time than all else it does.
+    """
+    node = graph.create_node(op, target, (), {}, name)
+    if args:
+        node.args = args
+    if kwargs:
+        node.kwargs = kwargs
+    return node
+
+
+def quick_copy(
+    graph: fx.Graph, into: fx.Graph, values: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    """Copies a graph with its output into the empty graph `into`; gives the output.
+
+    Args:
+        values: gets the copy of each node but the output.
+    """
+    result: Any = None
+    for node in graph.nodes:
+        if node.op == "output":
+            result = fx.map_arg(node.args[0], values.__getitem__)
+            break
+        args: Any = fx.map_arg(node.args, values.__getitem__)
+        kwargs: Any = fx.map_arg(node.kwargs, values.__getitem__)
+        new = quick_node(into, node.op, node.target, args, kwargs, node.name)
+        if node.type is not None:
+            new.type = node.type
+        new.meta.update(node.meta)
+        values[node] = new
+    output: fx.Node = into.output(result)
+    return output

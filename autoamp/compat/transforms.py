@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from autoamp.compat.capture import forward_mode, transforms_active
 from autoamp.compat.gradients import inside_backward
-from autoamp.compat.modes.autocast import any_autocast, autocast_off
+from autoamp.compat.modes import any_autocast, autocast_off
 
 _NORMS = (
     "batch_norm_backward",

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.compat.fp32_precision import KINDS as TF32_KINDS
+from autoamp.compat.device import KINDS as TF32_KINDS
 from autoamp.dtypes import HIGH_DTYPE, NARROWEST, short_name
 from autoamp.errors import OptionError
 from autoamp.printable import printable_line

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import autoamp
 from autoamp.auto.environment import read
-from autoamp.compat import inductor_casts
+from autoamp.compat import inductor
 from autoamp.inspect.casts import UNABLE
 from autoamp.options import Options
 from tests.small_models import Of
@@ -102,7 +102,7 @@ def test_a_gated_block_agrees_with_eager_where_casts_are_exact() -> None:
 
 def test_a_torch_that_cannot_round_on_cpus_is_said_to(monkeypatch) -> None:
     """So is torch 2.11: its Triton kernels round, and its C++ kernels do not."""
-    monkeypatch.setattr(inductor_casts, "_cpus_round", lambda: False)
+    monkeypatch.setattr(inductor, "_cpus_round", lambda: False)
     model = compiled(wave(False), exact_casts=True, **LOW_EXP)
     with torch.no_grad():
         model(torch.randn(32, 64))

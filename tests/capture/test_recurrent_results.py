@@ -11,7 +11,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autoamp
-from autoamp.compat.recurrent import recurrent_results
+from autoamp.compat.layers import recurrent_results
 
 LAYERS = {
     "gru": (nn.GRU, {}),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoamp
-from autoamp.compat.dynamo import frames
+from autoamp.compat import frames
 
 BF16: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 LIMIT = 60.0

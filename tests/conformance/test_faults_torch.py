@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp import compat
-from autoamp.compat import inductor_casts, tracing
-from autoamp.compat.dynamo import entry, frames, layers
+from autoamp.compat import entry, frames, inductor, layers, tracing
 from tests.capture.test_layers import Looping
 from tests.capture.test_traces_of_threads import Trace
 from tests.conformance.table import Figures
@@ -70,7 +69,7 @@ def test_a_report_says_where_inductor_does_not_tell_of_casts(monkeypatch) -> Non
     def other_nodes(*_: Any) -> Any:
         raise AttributeError("a node of another torch")
 
-    monkeypatch.setattr(inductor_casts, "_fates", other_nodes)
+    monkeypatch.setattr(inductor, "_fates", other_nodes)
     torch._dynamo.reset()
     model = autoamp.convert(mlp(), backend="inductor", **BF16)
     with (
@@ -86,9 +85,9 @@ def test_a_report_says_where_inductor_does_not_tell_of_casts(monkeypatch) -> Non
 def test_settings_of_inductor_that_are_hidden_are_the_users_own() -> None:
     wrapper: Any = torch._TorchCompileInductorWrapper("default", {}, None)
     asked: dict[str, Any] = {"exact_casts": True, "reading": compat.CastReading(())}
-    assert inductor_casts.inductor(wrapper, **asked) is not wrapper
+    assert inductor.inductor_backend(wrapper, **asked) is not wrapper
     del wrapper.config
-    assert inductor_casts.inductor(wrapper, **asked) is wrapper
+    assert inductor.inductor_backend(wrapper, **asked) is wrapper
 
 
 def test_an_unknown_refusal_during_a_trace_of_another_thread(monkeypatch) -> None:

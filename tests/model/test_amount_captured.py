@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.compat.dynamo.amount import Amount
+from autoamp.compat.limits import Amount
 
 
 class _Stack(nn.Module):

@@ -325,7 +325,7 @@ def test_parts_that_are_alike_share_graphs_unless_options_name_some() -> None:
 
 
 def test_captures_of_parts_are_bounded(monkeypatch, caplog) -> None:
-    monkeypatch.setattr("autoamp.compat.dynamo.amount._MOST_SMALL_GRAPHS", 3)
+    monkeypatch.setattr("autoamp.compat.limits._MOST_SMALL_GRAPHS", 3)
     graphs, off = one_by_one([8, 7, 6, 5, 4, 3, 2])
     assert graphs == 4
     assert off < 2**-5

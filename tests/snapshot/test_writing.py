@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autoamp
-from autoamp.compat import losses
+from autoamp.compat import gradients
 from autoamp.errors import OptionError
 from autoamp.snapshot import files, write
 from tests.distributed.ranks import Ranks
@@ -157,7 +157,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_a_torch_whose_backward_tells_no_loss(tmp_path: Path, monkeypatch) -> None:
     """Its frames name their locals otherwise; three skipped steps are seen still."""
-    monkeypatch.setattr(losses, "_HOLDERS", {})
+    monkeypatch.setattr(gradients, "_HOLDERS", {})
     train(autoamp.convert(net(), **BF16, record=tmp_path), 6, bad=2)
     (found,) = snapshots(tmp_path)
     assert (found.facts["cause"], found.facts["step"]) == ("skips", 5)
@@ -216,7 +216,9 @@ def test_a_backward_in_another_thread_is_found() -> None:
     found = []
 
     def look(_: Tensor) -> None:
-        there = threading.Thread(target=lambda: found.append(losses.running_losses()))
+        there = threading.Thread(
+            target=lambda: found.append(gradients.running_losses())
+        )
         there.start()
         there.join()
 
@@ -228,4 +230,4 @@ def test_a_backward_in_another_thread_is_found() -> None:
     ((given, frame),) = found
     assert given[0] is loss
     assert frame is not None
-    assert losses.running_losses() == ([], None)
+    assert gradients.running_losses() == ([], None)

@@ -70,7 +70,7 @@ def _cpus_round() -> bool:
         return True
 
 
-def inductor(
+def inductor_backend(
     backend: Any, *, exact_casts: bool, reading: CastReading | None
 ) -> Callable[..., Any]:
     """Inductor as a Dynamo backend, with settings for one compilation only.

@@ -1,9 +1,13 @@
-"""Frames that Dynamo meets: the code they run, and why Dynamo leaves one to Python."""
+"""Frames that Dynamo meets: what it says of them, and why it leaves one to Python."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import types
-from typing import Any, NamedTuple
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch._dynamo
@@ -169,3 +173,94 @@ def never_a_graph_by_itself(function: Any) -> None:
 def lock() -> Any:
     """Dynamo's lock, held while our limits stand in torch's configuration."""
     return torch._dynamo.convert_frame.compile_lock
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """A region in which Dynamo's messages reach only those who asked for them."""
+    with warnings.catch_warnings():
+        # Advice to those who write extensions of torch: a list's own `append` is none.
+        warnings.filterwarnings("ignore", r"\s*Dynamo does not know how to trace the b")
+        # Dynamo looks at `.grad` of every input and hides the warning, but not from a
+        # filter that makes the warning an error, and the error would end the capture.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")
+        for logger in _LOGGERS:
+            logger.addFilter(_is_worth_saying)
+        try:
+            yield
+        finally:
+            for logger in _LOGGERS:
+                logger.removeFilter(_is_worth_saying)
+
+
+_LOGGERS = [
+    logging.getLogger(f"torch.{name}")
+    for name in (
+        "_dynamo.convert_frame",
+        "_dynamo.variables.tensor",
+        "_subclasses.fake_tensor",
+    )
+]
+
+_PAGES = (
+    "Graph break from `Tensor.item()`",
+    "WON'T CONVERT",
+    "failed while attempting to run meta",
+    "fake tensor raised TypeError",
+    "torch._dynamo hit config.",
+)
+
+
+def _is_worth_saying(record: logging.LogRecord) -> bool:
+    """Whether a message of Dynamo is for a user who did not ask for messages.
+
+    Advice against a graph break at `.item()`, with a page of stack, is not, and a limit
+    on graphs is said by ourselves.  Neither is
+    a failure of Dynamo, with three, or of an op on fake tensors, with eight: the report
+    says which code is left to Python, and an error of the model's own (a wrong shape,
+    say) is raised by the model's own code.
+    """
+    if logging.getLogger(record.name).isEnabledFor(logging.INFO):
+        return True  # asked for, by TORCH_LOGS
+    return not any(page in str(record.msg) for page in _PAGES)
+
+
+_T = TypeVar("_T")
+
+_SLOTS = 2**17
+"""Slots of the frame that makes room, of 8 bytes each: 1 MiB that is never touched.
+
+From 3.11 on CPython keeps frames in pieces of memory of 16 KiB; see
+`_PyThreadState_PushFrame`.  A larger frame gets a piece of its own, whose size is the
+next power of two.  The frame that makes room takes a little over 1 MiB of a piece of
+2 MiB, and the calls below that frame have the rest.
+"""
+
+
+def with_room(function: Callable[..., _T], /, *args: Any) -> _T:
+    """`function(*args)`, in whose calls the interpreter asks the system for no memory.
+
+    Without room, each call at the end of a piece of 16 KiB maps a new piece, and the
+    call's return gives the piece back.  Dynamo nests deeply enough to cross such an end
+    thousands of times in one capture.
+
+    Example:
+        >>> with_room(max, 1, 2)
+        2
+    """
+    return _roomy(function, args)  # type: ignore[no-any-return]
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return function(*args)
+
+
+def _with_large_frame(function: Any) -> Any:
+    try:
+        code = function.__code__.replace(co_stacksize=_SLOTS)
+    except (AttributeError, OverflowError, ValueError):  # another interpreter
+        return function
+    return types.FunctionType(code, function.__globals__, function.__name__)
+
+
+_roomy = _with_large_frame(_call)

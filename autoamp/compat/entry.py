@@ -5,7 +5,6 @@ from __future__ import annotations
 import types
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
-from contextlib import ExitStack, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -13,11 +12,8 @@ import torch._dynamo
 from torch import fx
 
 from autoamp.compat.capture import fx_tracing
-from autoamp.compat.distributed.ddp import note_ddp_mode
-from autoamp.compat.dynamo.amount import Amount
-from autoamp.compat.dynamo.authored import authors_followed
-from autoamp.compat.dynamo.changing import Changing
-from autoamp.compat.dynamo.frames import (
+from autoamp.compat.distributed import note_ddp_mode
+from autoamp.compat.frames import (
     ConvertFrameReturn,
     Left,
     broke_since,
@@ -35,25 +31,13 @@ from autoamp.compat.dynamo.frames import (
     set_frames_action,
     was_traced,
 )
-from autoamp.compat.dynamo.layers import layer_captured, layer_left
-from autoamp.compat.dynamo.on_meta import fakes_on_meta
-from autoamp.compat.dynamo.places import Paths, guard_place, placed, root_frame
-from autoamp.compat.dynamo.quiet import quietly
-from autoamp.compat.dynamo.regions import regions_begin_when_entered
-from autoamp.compat.dynamo.wide_gradients import wide_gradients_hidden
-from autoamp.compat.recurrent import recurrent_results
-
-# DDPOptimizer would cut a graph before our pass sees it: see `in_buckets`.
-_COMPILE_TIME_CONFIG = {"optimize_ddp": False}
-
-# Options of Dynamo for some code only.
-_WHOLE_NUMBERS = "allow_unspec_int_on_nn_module"
-_NO_OPS = "allow_empty_graphs"
+from autoamp.compat.layers import layer_captured, layer_left
+from autoamp.compat.limits import Amount, Changing
+from autoamp.compat.patches import dynamo_patched
+from autoamp.compat.places import Paths, guard_place, placed, root_frame
 
 _FORBIDDEN = "using FX to symbolically trace"
 """A part of what Dynamo says, before anything has run, where torch.fx traces a call."""
-
-_LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 
 
 class Backend(Protocol):
@@ -210,10 +194,7 @@ class _Frames:
         self._backend = backend
         self._entry = entry
         self._strict = strict
-        self._options = {
-            **_COMPILE_TIME_CONFIG,
-            "skip_nnmodule_hook_guards": not hooked,
-        }
+        self._hooked = hooked
         self._exceeded: dict[types.CodeType, Any] = {}
         self._modules: defaultdict[types.CodeType, set[int]] = defaultdict(set)
         self._raced: Counter[types.CodeType] = Counter()
@@ -263,30 +244,15 @@ class _Frames:
         known.update(module_of(frame))
         if code in self._exceeded and len(known) == before:
             return self._exceeded[code]
-        note_ddp_mode(torch._dynamo.config.optimize_ddp)
-        as_is = self._backend.runs_as_is
-        recurrent = recurrent_results() if as_is else nullcontext()
+        config, as_is = torch._dynamo.config, self._backend.runs_as_is
+        note_ddp_mode(config.optimize_ddp)
         soft, error, breaks = failed_frames(), "", graph_breaks()
         changed = self._changing.changed(frame)
-        # Without `allow_rnn` nn.LSTM, GRU and RNN give no graph.  A compiler would take
-        # their steps apart, and the LSTM that inductor compiles raises (torch 2.13).
-        limits = _limits(self._uncounted(code))
-        options = {**self._options, **limits, "allow_rnn": as_is}
-        for name, codes in (
-            (_WHOLE_NUMBERS, self._changing.whole_numbers),
-            (_NO_OPS, {self._entry}),  # a method that computes nothing is captured too
+        with (
+            config.patch(self._options(code, as_is)),
+            dynamo_patched(frame, self._backend.dtype_in, runs_as_is=as_is),
+            placed(frame, self._paths),
         ):
-            if code in codes:
-                options[name] = True
-        config = torch._dynamo.config
-        followed = authors_followed(self._backend.dtype_in)
-        regions = regions_begin_when_entered()
-        fakes, grads = fakes_on_meta(), wide_gradients_hidden(frame)
-        place = placed(frame, self._paths)
-        tracing = config.patch(options), recurrent, followed, regions, fakes, grads
-        with ExitStack() as around:
-            for each in (*tracing, place, quietly()):
-                around.enter_context(each)
             try:
                 found = base.__call__(callback, frame, *args, **kw)
                 if layer_left(frame, found):
@@ -299,14 +265,35 @@ class _Frames:
                 # The frame runs as Python from its first line.  (A second call of the
                 # model would draw random numbers, and fill lists, a second time.)
                 found, error = ConvertFrameReturn(), said_in_a_line(caught)
-        if found.guarded_code is not None and code not in self.captured:
-            self.captured.append(code)
-        if found.guarded_code is not None and changed is not None:
-            self._changing.note(changed)
-        if found.guarded_code is None and found.apply_to_code:
+        if found.guarded_code is not None:
+            if code not in self.captured:
+                self.captured.append(code)
+            if changed is not None:
+                self._changing.note(changed)
+        elif found.apply_to_code:
             said = bool(error) or broken_off(frame, found, soft)
             self._left(code, found, error, broke_since(breaks) if said else None)
         return found
+
+    def _options(self, code: types.CodeType, as_is: bool) -> dict[str, Any]:
+        """Dynamo's options for a capture of `code`."""
+        config, more = torch._dynamo.config, self._uncounted(code)
+        counts, is_entry = code in self._changing.whole_numbers, code is self._entry
+        return {
+            # DDPOptimizer would cut a graph before our pass sees it: see `in_buckets`.
+            "optimize_ddp": False,
+            "skip_nnmodule_hook_guards": not self._hooked,
+            "recompile_limit": config.recompile_limit + more,
+            "accumulated_recompile_limit": config.accumulated_recompile_limit + more,
+            # Without this nn.LSTM, GRU and RNN give no graph.  A compiler would take
+            # their steps apart; the LSTM that inductor compiles raises (torch 2.13).
+            "allow_rnn": as_is,
+            "allow_unspec_int_on_nn_module": (
+                counts or config.allow_unspec_int_on_nn_module
+            ),
+            # A method that computes nothing is captured too.
+            "allow_empty_graphs": is_entry or config.allow_empty_graphs,
+        }
 
     @property
     def left_nothing(self) -> bool:
@@ -347,8 +334,14 @@ class _Frames:
         own = code is self._entry
         if found.frame_exec_strategy.cur_action.name != "RUN_ONLY":
             said = broke_at is not None
-            left = Left(code, is_said=said and not own, error=error, is_broken=said)
-            left = left._replace(is_empty=has_no_ops(found), broke_at=broke_at or "")
+            left = Left(
+                code,
+                is_said=said and not own,
+                error=error,
+                is_empty=has_no_ops(found),
+                is_broken=said,
+                broke_at=broke_at or "",
+            )
             self.skipped.append(left)
             return
         found.apply_to_code = False  # our limit is not other models'
@@ -357,7 +350,3 @@ class _Frames:
         self._exceeded[code] = found
         if not own:
             self.skipped.append(Left(code, at_limit=True))
-
-
-def _limits(more: int) -> dict[str, int]:
-    return {name: getattr(torch._dynamo.config, name) + more for name in _LIMITS}

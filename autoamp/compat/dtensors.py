@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from autoamp.compat.distributed.groups import is_distributed
+from autoamp.compat.distributed import is_distributed
 from autoamp.compat.tracing import hint
 
 _OF_DTENSORS = frozenset({"redistribute", "to_local", "full_tensor"})

@@ -1,4 +1,4 @@
-"""The modes and the random generators of the process, read once and put back later.
+"""The modes of a process, which torch reads in every call, and random generators.
 
 Dynamo sets modes for real while it traces, and so does code of the model's that is run
 while a graph is captured.  An error in the middle can leave a mode as it was set there:
@@ -7,14 +7,99 @@ gradients switched off for the rest of the process, for instance.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
-from typing import Any
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo
 
-from autoamp.compat.modes.autocast import AUTOCAST_DEVICES, autocast_nesting
+AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+def any_autocast() -> bool:
+    """Whether the caller is inside a `torch.autocast` region."""
+    return torch._C._is_any_autocast_enabled()
+
+
+def autocast_nesting() -> int:
+    """How many `torch.autocast` regions the caller is in, disabled ones included."""
+    nesting = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return nesting - 1
+
+
+@contextlib.contextmanager
+def autocast_off() -> Iterator[None]:
+    """A region in which no ambient `torch.autocast` is on."""
+    if not any_autocast():
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for device in AUTOCAST_DEVICES:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextlib.contextmanager
+def on_real_numbers() -> Iterator[None]:
+    """A region that computes with its own tensors: no gradients, modes or autocast.
+
+    The modes are those of the caller: fake tensors, a trace, a count of flops.
+    """
+    modes_off = torch.utils._python_dispatch._disable_current_modes()
+    with modes_off, torch._C.DisableTorchFunction(), torch.no_grad(), autocast_off():
+        yield
+
+
+class AutocastState(NamedTuple):
+    """What a region of `torch.autocast` comes to on this machine."""
+
+    device: str
+    dtype: torch.dtype
+    enabled: bool
+
+
+def autocast_state(
+    device: str, dtype: torch.dtype | None = None, enabled: bool = True
+) -> AutocastState:
+    """What `torch.autocast(device, dtype, enabled)` comes to: torch may disable it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the capture has shown the warnings already
+        region = torch.autocast(device, dtype, enabled)
+    known = region.fast_dtype or torch.get_autocast_dtype(device)
+    return AutocastState(device, known, region._enabled)
+
+
+def autocast_enabled(device: str, dtype: torch.dtype) -> AutocastState:
+    """Autocast switched on, also for a device that this machine lacks."""
+    return AutocastState(device, dtype, True)
+
+
+@contextlib.contextmanager
+def in_autocast(state: AutocastState) -> Iterator[None]:
+    """A region of autocast that no trace records.
+
+    The region caches no cast, because a cached cast would outlive the fake tensor it
+    was made of.
+    """
+    device = state.device
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    torch.set_autocast_enabled(device, state.enabled)
+    torch.set_autocast_dtype(device, state.dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, before[0])
+        torch.set_autocast_dtype(device, before[1])
+        torch.set_autocast_cache_enabled(cached)
+
 
 _FRAMES: Any = torch._C._dynamo.eval_frame
 frame_callback = _FRAMES.get_eval_frame_callback
@@ -99,15 +184,6 @@ class Generators:
         self._python = random.getstate()
         numpy: Any = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
-
-    def states(self) -> dict[str, Any]:
-        """The states by "torch", "cuda" (a list), "python" and "numpy" (or None)."""
-        return {
-            "torch": self._torch,
-            "cuda": self._cuda,
-            "python": self._python,
-            "numpy": self._numpy,
-        }
 
     def restore(self) -> None:
         """Has the generators draw the same numbers again."""

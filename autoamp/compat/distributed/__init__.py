@@ -1,1 +1,0 @@
-"""Ranks: which of them reduce gradients together, and gather parameters."""

@@ -1,1 +1,0 @@
-"""The modes of a process, which torch reads in every call: autocast, gradients."""
