@@ -251,7 +251,7 @@ def _handed_on(
     """
     op: Any = node.target
     names, args = _positional(node, fact.device)
-    state = compat.autocast_enabled(fact.device, low)
+    state = compat.AutocastState(fact.device, low, enabled=True)
     passed = compat.passed_under_autocast(op, args, state)
     if passed is None or len(passed.args) != len(args):
         return None

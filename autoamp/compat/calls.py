@@ -72,10 +72,6 @@ def watch_calls(inside: Iterable[int], around: int, told: Listener) -> None:
     _GROWING.update(known | {around: told})
     if vars(nn.Module).get(_NAME, _READ) is None:
         setattr(nn.Module, _NAME, _READ)
-    _hear_of_new_modules()
-
-
-def _hear_of_new_modules() -> None:
     if not _HOOK:
         _HOOK.append(module_code.register_module_module_registration_hook(_given))
 

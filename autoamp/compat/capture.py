@@ -176,15 +176,8 @@ def dispatch_mode() -> str:
     return "" if mode is None else type(mode).__name__
 
 
-def is_exporting() -> bool:
-    """Whether `torch.export` is recording a model now."""
-    return bool(torch.compiler.is_exporting())
-
-
-def jit_tracing() -> bool:
-    """Whether `torch.jit` traces the code that runs now."""
-    tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]
-    return bool(tracing())
+jit_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
+"""Whether `torch.jit` traces the code that runs now."""
 
 
 def other_tracing() -> bool:

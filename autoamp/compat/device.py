@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from typing import Any
 
 import torch
@@ -16,9 +15,9 @@ def cpu_low_precision_units() -> dict[torch.dtype, str]:
     """Low dtypes this CPU multiplies in hardware, with the name of the unit."""
     found: dict[torch.dtype, str] = {}
     for row in LOW_TABLE:
-        unit = next(filter(_is_here, row.cpu_units), None)
-        if unit is not None:
-            found[row.dtype] = unit
+        here = [u for u in row.cpu_units if getattr(torch.cpu, _QUESTIONS[u])()]
+        if here:
+            found[row.dtype] = here[0]
     return found
 
 
@@ -30,10 +29,6 @@ _QUESTIONS = {
 """Each unit of a CPU to the function of `torch.cpu` that says whether it is here."""
 
 
-def _is_here(unit: str) -> bool:
-    return bool(getattr(torch.cpu, _QUESTIONS[unit])())
-
-
 def is_capturing(device: torch.device) -> bool:
     """Whether work on `device` is being recorded in a CUDA graph: nothing may wait."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -42,8 +37,8 @@ def is_capturing(device: torch.device) -> bool:
 def cpu_attention() -> tuple[Any, Any]:
     """Torch's attention kernel for CPUs and its backward."""
     aten: Any = torch.ops.aten
-    name = "_scaled_dot_product_flash_attention_for_cpu"
-    return getattr(aten, name).default, getattr(aten, f"{name}_backward").default
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return aten._scaled_dot_product_flash_attention_for_cpu.default, backward.default
 
 
 def runs_one_kernel(*given: Any, scale: float | None) -> bool:
@@ -60,12 +55,7 @@ _FLASH = 1
 
 
 def softmax_gradient(grad: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The gradient of the operand of a softmax over the last dimension.
-
-    Args:
-        grad: the gradient of `weights`, in their dtype.
-        weights: the result of the softmax.
-    """
+    """The gradient of a softmax's operand, from that of its result `weights`."""
     return torch._softmax_backward_data(grad, weights, -1, weights.dtype)
 
 
@@ -74,11 +64,13 @@ def safe_softmax(scores: torch.Tensor) -> torch.Tensor:
     return torch._safe_softmax(scores, -1)
 
 
-KINDS = ("matmul", "conv", "rnn")
+_TF32_SWITCHES: dict[str, Any] = {
+    "matmul": torch.backends.cuda.matmul,
+    "conv": torch.backends.cudnn.conv,
+    "rnn": torch.backends.cudnn.rnn,
+}
+TF32_KINDS = tuple(_TF32_SWITCHES)
 """The kinds of products for which torch has a switch each."""
-
-_SWITCHES = {"matmul": "cuda.matmul", "conv": "cudnn.conv", "rnn": "cudnn.rnn"}
-"""The object in `torch.backends` that has `fp32_precision` for a kind of products."""
 
 
 def tf32_kinds() -> frozenset[str]:
@@ -88,9 +80,5 @@ def tf32_kinds() -> frozenset[str]:
     leaves TF32 on for convolutions and recurrent layers, and off for matrix products
     (https://docs.pytorch.org/docs/stable/notes/cuda.html, "TensorFloat-32").
     """
-    return frozenset(kind for kind in KINDS if _allows_tf32(kind))
-
-
-def _allows_tf32(kind: str) -> bool:
-    switch: Any = operator.attrgetter(_SWITCHES[kind])(torch.backends)
-    return bool(switch.fp32_precision == "tf32")
+    on = (k for k, s in _TF32_SWITCHES.items() if s.fp32_precision == "tf32")
+    return frozenset(on)

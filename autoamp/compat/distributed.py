@@ -41,8 +41,7 @@ def shard_groups(params: Iterable[torch.Tensor]) -> list[Any]:
 
     The original parameters of FSDP1 tell no group, so all ranks are taken to be it.
     """
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if not has_ranks():
         return []
     meshes, flat = {}, False
     for p in params:
@@ -51,7 +50,7 @@ def shard_groups(params: Iterable[torch.Tensor]) -> list[Any]:
             meshes[id(mesh)] = mesh
         flat = flat or getattr(p, "_fsdp_flattened", False)
     groups = [g for mesh in meshes.values() for g in mesh.get_all_groups()]
-    return [*groups, distributed.group.WORLD] if flat else groups
+    return [*groups, torch.distributed.group.WORLD] if flat else groups
 
 
 def stage_groups(models: Iterable[torch.nn.Module]) -> list[Any]:
@@ -109,9 +108,9 @@ def begin_fake_group(rank: int, size: int) -> bool:
         made = importlib.import_module("torch.testing._internal.distributed.fake_pg")
     except ImportError:
         return False
-    kind = getattr(made, "FakeStore", torch.distributed.HashStore)  # type: ignore[attr-defined]
+    store = made.FakeStore()
     torch.distributed.init_process_group(
-        "fake", store=kind(), rank=rank, world_size=size
+        "fake", store=store, rank=rank, world_size=size
     )
     return True
 

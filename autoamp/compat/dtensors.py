@@ -124,24 +124,8 @@ def with_memory(like: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     """
     if not is_distributed(like):
         return memory
-    from torch.distributed.tensor import DTensor
-
     given: Any = like
-    return DTensor.from_local(
-        memory,
-        given.device_mesh,
-        given.placements,
-        run_check=False,
-        shape=given.shape,
-        stride=given.stride(),
-    )
-
-
-def from_local(memory: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`DTensor.from_local`."""
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(memory, *args, **kwargs)
+    return _like(given, memory, given.placements)
 
 
 def scattered_sum(
@@ -176,13 +160,18 @@ def scattered_sum(
         return None
     each = theirs.view(ranks, parts.shape[0] // ranks, *parts.shape[1:])
     summed = each.sum(0, dtype=dtype).movedim(0, dim).contiguous()
+    return _like(grad, summed, tuple(placements))
+
+
+def _like(given: Any, memory: torch.Tensor, placements: Any) -> torch.Tensor:
+    """A DTensor as large as `given`, on its mesh."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        summed,
-        grad.device_mesh,
-        tuple(placements),
+        memory,
+        given.device_mesh,
+        placements,
         run_check=False,
-        shape=grad.shape,
-        stride=grad.stride(),
+        shape=given.shape,
+        stride=given.stride(),
     )

@@ -16,20 +16,15 @@ from autoamp.compat.distributed import note_ddp_mode
 from autoamp.compat.frames import (
     ConvertFrameReturn,
     Left,
-    broke_since,
-    broken_off,
+    Since,
     entries_of,
-    failed_frames,
     frames_strategy,
-    graph_breaks,
     has_no_ops,
     lock,
     may_be_left,
     module_of,
     said_in_a_line,
-    seen_frames,
     set_frames_action,
-    was_traced,
 )
 from autoamp.compat.layers import layer_captured, layer_left
 from autoamp.compat.limits import Amount, Changing
@@ -228,15 +223,15 @@ class _Frames:
             found = ConvertFrameReturn()
             found.apply_to_code = False  # our limit is not other models'
             return found
-        before, seen = self._backend.nodes, seen_frames()
-        found = self._compiled(callback, base, frame, *args, **kw)
-        if was_traced(found, seen):
+        before, since = self._backend.nodes, Since()
+        found = self._compiled(callback, base, frame, since, *args, **kw)
+        if since.was_traced(found):
             nodes = self._backend.nodes - before
             amount.note((frame.f_code, *sorted(module_of(frame))), nodes)
         return found
 
     def _compiled(
-        self, callback: Any, base: Any, frame: Any, *args: Any, **kw: Any
+        self, callback: Any, base: Any, frame: Any, since: Since, *args: Any, **kw: Any
     ) -> Any:
         """Dynamo's result for a frame."""
         code, known = frame.f_code, self._modules[frame.f_code]
@@ -246,8 +241,7 @@ class _Frames:
             return self._exceeded[code]
         config, as_is = torch._dynamo.config, self._backend.runs_as_is
         note_ddp_mode(config.optimize_ddp)
-        soft, error, breaks = failed_frames(), "", graph_breaks()
-        changed = self._changing.changed(frame)
+        error, changed = "", self._changing.changed(frame)
         with (
             config.patch(self._options(code, as_is)),
             dynamo_patched(frame, self._backend.dtype_in, runs_as_is=as_is),
@@ -271,8 +265,8 @@ class _Frames:
             if changed is not None:
                 self._changing.note(changed)
         elif found.apply_to_code:
-            said = bool(error) or broken_off(frame, found, soft)
-            self._left(code, found, error, broke_since(breaks) if said else None)
+            said = bool(error) or since.broke_off(frame, found)
+            self._left(code, found, error, since.broke_at if said else None)
         return found
 
     def _options(self, code: types.CodeType, as_is: bool) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import logging
 import warnings
@@ -19,36 +18,35 @@ PLAN_KEY = "autoamp"
 def flat_graph(program: torch.export.ExportedProgram) -> fx.GraphModule:
     """The graph of a program, with flat inputs and a tuple of flat outputs.
 
-    The guards on inputs are left out, where torch has them (from 2.9 on): the program
-    that is exported in the end has its own.
+    The guards on inputs are left out: the program that is exported in the end has its
+    own.
     """
-    takes = inspect.signature(program.module).parameters
-    gm = program.module(**({"check_guards": False} if "check_guards" in takes else {}))
+    gm = program.module(check_guards=False)
     assert isinstance(gm, fx.GraphModule)
     gm.graph.set_codegen(fx.graph.CodeGen())
     gm.recompile()
     return gm
 
 
-def with_note(node: fx.Node, note: dict[str, Any]) -> dict[str, Any]:
+def with_note(node: fx.Node | fx.GraphModule, note: dict[str, Any]) -> dict[str, Any]:
     """The metadata of `node` with a note, which `torch.export` keeps in files."""
     return {**node.meta, "custom": {**node.meta.get("custom", {}), **note}}
 
 
-def note_of(node: fx.Node, key: str) -> Any:
+def note_of(node: fx.Node | fx.GraphModule, key: str) -> Any:
     """What `with_note` has noted of a node under `key`; None if nothing."""
     return (node.meta.get("custom") or {}).get(key)
 
 
 def set_plan(program: torch.export.ExportedProgram, plan: dict[str, Any]) -> None:
     """Keeps a plan, of plain values, in a program and in the files saved of it."""
-    meta = program.graph_module.meta
-    meta["custom"] = {**meta.get("custom", {}), PLAN_KEY: plan}
+    gm = program.graph_module
+    gm.meta.update(with_note(gm, {PLAN_KEY: plan}))
 
 
 def plan_in(program: torch.export.ExportedProgram) -> Any:
     """The plan kept in a program; None if there is none."""
-    return (program.graph_module.meta.get("custom") or {}).get(PLAN_KEY)
+    return note_of(program.graph_module, PLAN_KEY)
 
 
 def compile_package(
@@ -100,7 +98,7 @@ def classes_of(program: torch.export.ExportedProgram) -> tuple[str, ...]:
         spec = specs.pop()
         if spec is None or spec.is_leaf():
             continue
-        specs += _children(spec)
+        specs += spec.children()
         kinds = (spec.type, spec.context)  # a named tuple's class is the context
         for kind in (each for each in kinds if isinstance(each, type)):
             if kind.__module__.partition(".")[0] not in _KNOWN:
@@ -109,8 +107,3 @@ def classes_of(program: torch.export.ExportedProgram) -> tuple[str, ...]:
 
 
 _KNOWN = frozenset({"builtins", "collections", "torch"})
-
-
-def _children(spec: Any) -> list[Any]:
-    held = spec.children  # a method, of specs that C++ holds
-    return list(held() if callable(held) else held)

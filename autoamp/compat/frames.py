@@ -71,20 +71,10 @@ def module_of(frame: Any) -> set[int]:
     return {id(module) for module in methods_modules(frame)}
 
 
-def broken_off(frame: Any, found: Any, failed: int) -> bool:
-    """Whether Dynamo left a module's frame after a graph break it cannot go on from.
-
-    Args:
-        failed: how many frames Dynamo had failed on before.
-    """
-    if not module_of(frame):
-        return False
-    if hasattr(found, "skip_reason"):
-        return bool(found.skip_reason == _SOFT_ERROR)
-    return failed_frames() > failed  # torch 2.11 gives no reason
-
-
+# Dynamo's words for why it left a frame; torch 2.11 gives none.
 _SOFT_ERROR = "an error was suppressed during compilation"
+_NO_OPS = "No ops traced for the FX graph"
+_NO_TENSOR = "no tensor-related objects"  # Dynamo passes over such a frame at no cost
 
 
 def has_no_ops(found: Any) -> bool:
@@ -92,52 +82,44 @@ def has_no_ops(found: Any) -> bool:
     return _NO_OPS in (getattr(found, "skip_reason", None) or "")
 
 
-_NO_OPS = "No ops traced for the FX graph"
-
-
 def may_be_left(error: Exception) -> bool:
     """Whether a frame in which Dynamo failed may run as Python from its first line."""
     return not isinstance(error, torch._dynamo.exc.ResumePrologueTracingError)
 
 
-def failed_frames() -> int:
-    """How many frames Dynamo has failed on so far, frames being traced now included."""
-    frames = counters["frames"]
-    return int(frames["total"] - frames["ok"])
+class Since:
+    """What Dynamo's counters say of the frame it has looked at since this was made."""
+
+    def __init__(self) -> None:
+        self._seen, self._failed, self._breaks = _counted()
+
+    def was_traced(self, found: Any) -> bool:
+        """Whether Dynamo, which gives `found`, traced the frame, to a graph or not."""
+        if found.guarded_code is not None:
+            return True
+        reason = getattr(found, "skip_reason", None) or ""
+        return _counted()[0] > self._seen and not reason.startswith(_NO_TENSOR)
+
+    def broke_off(self, frame: Any, found: Any) -> bool:
+        """Whether Dynamo left a module's frame at a break that it cannot go on from."""
+        if not module_of(frame):
+            return False
+        if hasattr(found, "skip_reason"):
+            return bool(found.skip_reason == _SOFT_ERROR)
+        return _counted()[1] > self._failed  # torch 2.11
+
+    @property
+    def broke_at(self) -> str:
+        """The first line of the reason for the last graph break; "" where none was."""
+        before, now = self._breaks, _counted()[2]
+        new = [why for why, times in now.items() if times > before.get(why, 0)]
+        return printable_line(new[-1].strip().partition("\n")[0]) if new else ""
 
 
-def seen_frames() -> int:
-    """How many frames Dynamo has begun to look at, those of files it skips aside."""
-    return int(counters["frames"]["total"])
-
-
-def was_traced(found: Any, seen: int) -> bool:
-    """Whether Dynamo has traced a frame, with a graph or without.
-
-    Args:
-        found: Dynamo's result for the frame.
-        seen: `seen_frames()` before.
-    """
-    if found.guarded_code is not None:
-        return True
-    reason = getattr(found, "skip_reason", None) or ""
-    return seen_frames() > seen and not reason.startswith(_NO_TENSOR)
-
-
-_NO_TENSOR = "no tensor-related objects"
-"""Dynamo's words for a frame without a tensor, which it passes over at no cost."""
-
-
-def graph_breaks() -> dict[str, int]:
-    """How often Dynamo has broken graphs so far, by the reason in its words."""
-    return dict(counters["graph_break"]) if "graph_break" in counters else {}
-
-
-def broke_since(before: dict[str, int]) -> str:
-    """The first line of the reason for the last new graph break since `before`."""
-    now = graph_breaks()
-    new = [why for why, times in now.items() if times > before.get(why, 0)]
-    return printable_line(new[-1].strip().partition("\n")[0]) if new else ""
+def _counted() -> tuple[int, int, dict[str, int]]:
+    """How many frames Dynamo has begun, and failed on; graph breaks by their reason."""
+    frames, breaks = counters["frames"], counters.get("graph_break", {})
+    return frames["total"], frames["total"] - frames["ok"], dict(breaks)
 
 
 def entries_of(code: types.CodeType) -> list[Any]:

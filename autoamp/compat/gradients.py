@@ -174,7 +174,8 @@ def _looked_at(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
     if not parts:
         return clear_flag(device)
     if device.type != "cpu":
-        largest = torch.stack([each.float() for each in largest_of(parts)])
+        magnitudes = torch._foreach_norm(parts, math.inf)
+        largest = torch.stack([each.float() for each in magnitudes])
         return (~largest.isfinite()).any().float().reshape(1)
     for part in parts:
         if not math.isfinite(abs(part.sum().item())):
@@ -189,32 +190,12 @@ _SMALL = 2**14
 """So many numbers are summed at once: a sum for each tensor would take more time."""
 
 
-def largest_of(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The largest magnitude in each of `parts`, in few kernels."""
-    return torch._foreach_norm([*parts], math.inf)
+update_scale = torch._amp_update_scale_
+"""Moves a dynamic loss scale once, in place on the device, as GradScaler does.
 
-
-def update_scale(
-    scale: torch.Tensor,
-    growth_tracker: torch.Tensor,
-    found_inf: torch.Tensor,
-    *,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-) -> None:
-    """Moves a dynamic loss scale once, in place on the device, by GradScaler's kernel.
-
-    All tensors are 0-dim: fp32, int32, fp32.  The scale never grows to infinity.
-    """
-    torch._amp_update_scale_(
-        scale,
-        growth_tracker,
-        found_inf,
-        growth_factor,
-        backoff_factor,
-        growth_interval,
-    )
+The tensors are the scale (fp32), the count of clean steps (int32) and `found_inf`
+(fp32), all 0-dim.  The scale never grows to infinity.
+"""
 
 
 def accumulate_in(param: torch.Tensor, dtype: torch.dtype) -> None:
@@ -227,9 +208,8 @@ def accumulate_in(param: torch.Tensor, dtype: torch.dtype) -> None:
     param.grad = None if grad is None else grad.to(dtype)
 
 
-def backward_id() -> int:
-    """A number that tells the backward pass that is running from all others."""
-    return int(torch._C._current_graph_task_id())
+backward_id = torch._C._current_graph_task_id
+"""A number that tells the backward pass that is running from all others."""
 
 
 def written_in(node: Any) -> list[str]:
@@ -296,7 +276,7 @@ def stepped_by_grad_scaler(optimizer: torch.optim.Optimizer) -> bool:
 
 def inside_backward() -> bool:
     """Whether this thread runs a backward pass (a region is being recomputed)."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_id() != -1
 
 
 HOOKS = tuple(
@@ -304,19 +284,12 @@ HOOKS = tuple(
 )
 """Names of the attributes of a module that hold hooks of its calls and gradients."""
 
-_EVERYWHERE: list[Any] = [
-    getattr(nn.modules.module, f"_global{name}", {}) for name in HOOKS
-]
+_EVERYWHERE: list[Any] = [getattr(nn.modules.module, f"_global{n}") for n in HOOKS]
 """The dictionaries in which torch keeps hooks on all modules."""
 
 
 class _Ours:
-    """How many hooks we have registered.
-
-    Threads may lose a count, which only costs another search for hooks.
-    """
-
-    count = 0
+    count = 0  # hooks of ours; a count lost between threads costs another search
 
 
 def hook_gradient(tensor: torch.Tensor, hook: Callable[..., Any]) -> None:
@@ -371,12 +344,8 @@ def mark_stepped(optimizer: Any) -> None:
 
 
 _HOLDERS = {
-    id(code): name
-    for function, name in (
-        (torch.autograd.backward, "tensors"),
-        (torch.autograd.grad, "outputs"),
-    )
-    if (code := getattr(function, "__code__", None)) is not None
+    id(torch.autograd.backward.__code__): "tensors",
+    id(torch.autograd.grad.__code__): "outputs",
 }
 """The code of functions that differentiate, each to the local that holds the losses.
 

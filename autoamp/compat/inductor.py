@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,25 +86,18 @@ def inductor_backend(
     if given is None:  # the user's own settings are hidden in the wrapper
         whole: Callable[..., Any] = backend
         return whole
-    patches = {**given, **_patches(exact_casts, reading, given)}
+    patches = dict(given)
+    if exact_casts:
+        patches[_ROUNDING] = True
+    taken = given.get(_READING) or _config._post_fusion_custom_pass
+    if reading is not None and taken is None:
+        patches[_READING] = _Reader(reading.names)
 
     def compile_patched(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         # The backward, which may be compiled after this call, gets the patches too.
         return compile_fx(gm, list(inputs), config_patches=patches)
 
     return compile_patched
-
-
-def _patches(
-    exact_casts: bool, reading: CastReading | None, given: Mapping[str, Any]
-) -> dict[str, Any]:
-    patches: dict[str, Any] = {}
-    if exact_casts:
-        patches[_ROUNDING] = True
-    taken = given.get(_READING) or _config._post_fusion_custom_pass
-    if reading is not None and taken is None:
-        patches[_READING] = _Reader(reading.names)
-    return patches
 
 
 @contextlib.contextmanager
@@ -115,13 +108,11 @@ def reading_casts(reading: CastReading | None) -> Iterator[None]:
     code is taken from there.  So the counters tell of the casts in both cases.
     """
     yield
-    found = _counters()  # Dynamo may have begun new counters in the meantime
+    found = counters["inductor"]  # Dynamo may have begun new ones in the meantime
     told = [key for key in found if key.startswith(_KEY)]
     for key in told:
         del found[key]
-    if reading is None:
-        return
-    if told:
+    if reading is not None and told:
         reading.rounded = _ROUNDED in told
         reading.fates = dict.fromkeys(reading.names, REMOVED)
         for key in told:
@@ -131,11 +122,7 @@ def reading_casts(reading: CastReading | None) -> Iterator[None]:
 
 
 class _Reader(_Pass):
-    """Reads the schedule of a forward, and changes nothing of the schedule.
-
-    Attributes:
-        names: the names of the casts to read about.
-    """
+    """Reads of the casts named in the schedule of a forward, and changes nothing."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
@@ -151,16 +138,12 @@ class _Reader(_Pass):
                 )
                 told = [f"{_KEY}{fate} {name}" for name, fate in fates.items()]
                 for key in (_ROUNDED if rounds else f"{_KEY}read", *told):
-                    _counters()[key] += 1
+                    counters["inductor"][key] += 1
         return nodes
 
     def uuid(self) -> str:
         """A part of the key of inductor's caches: names differ from graph to graph."""
         return f"autoamp casts, form {_FORM}: {' '.join(self.names)}"
-
-
-def _counters() -> Any:
-    return counters["inductor"]
 
 
 def _fates(kernels: Sequence[Any], names: Collection[str]) -> dict[str, str]:

@@ -32,16 +32,12 @@ _IN_TORCH = "frame is in the Dynamo skipfiles list"
 
 
 def layer_left(frame: Any, found: Any) -> bool:
-    """Whether `frame` is a layer's, and Dynamo has passed over it as torch's own.
-
-    Args:
-        frame: the frame that Dynamo's callback was given.
-        found: the callback's result.
-    """
+    """Whether `frame` is a layer's, and Dynamo, which gave `found`, passed over it."""
     if hasattr(found, "skip_reason"):
         passed_over = found.skip_reason == _IN_TORCH
     else:  # torch 2.11 gives no reason
-        passed_over = found.guarded_code is None and _passed_over(frame.f_code)
+        in_torch = torch._dynamo.trace_rules.check(frame.f_code)
+        passed_over = found.guarded_code is None and in_torch
     if not passed_over:
         return False
     layer = frame.f_locals.get("self")
@@ -57,11 +53,6 @@ def layer_left(frame: Any, found: Any) -> bool:
         and forward.__module__.startswith("torch.nn.modules.")
         and any(p.is_floating_point() for p in layer.parameters())
     )
-
-
-def _passed_over(code: Any) -> bool:
-    """Whether Dynamo starts no graph in the file that `code` is from."""
-    return bool(torch._dynamo.trace_rules.check(code))
 
 
 def _goes_on(layer: nn.Module, code: Any, forward: Any) -> bool:

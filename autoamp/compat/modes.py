@@ -20,9 +20,8 @@ import torch._dynamo
 AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
-def any_autocast() -> bool:
-    """Whether the caller is inside a `torch.autocast` region."""
-    return torch._C._is_any_autocast_enabled()
+any_autocast = torch._C._is_any_autocast_enabled
+"""Whether the caller is inside a `torch.autocast` region."""
 
 
 def autocast_nesting() -> int:
@@ -75,11 +74,6 @@ def autocast_state(
     return AutocastState(device, known, region._enabled)
 
 
-def autocast_enabled(device: str, dtype: torch.dtype) -> AutocastState:
-    """Autocast switched on, also for a device that this machine lacks."""
-    return AutocastState(device, dtype, True)
-
-
 @contextlib.contextmanager
 def in_autocast(state: AutocastState) -> Iterator[None]:
     """A region of autocast that no trace records.
@@ -126,9 +120,8 @@ class Modes:
 
     def restore(self) -> None:
         """Sets the modes that are different now as they were."""
-        if (
-            frame_callback() is not self._callback
-        ):  # Dynamo would capture all that follows
+        if frame_callback() is not self._callback:
+            # Dynamo would capture all that follows.
             _FRAMES.set_eval_frame(self._callback)
         if torch.is_inference_mode_enabled() != self._inference:
             region = torch.inference_mode(self._inference)

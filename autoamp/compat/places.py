@@ -135,13 +135,11 @@ def modules_in(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield from new
         waiting = []
         for path, module in new:
-            waiting += _held(_plain(module), path, seen)
+            plain = {n: v for n, v in vars(module).items() if n not in _OF_EVERY_MODULE}
+            waiting += _held(plain, path, seen)
 
 
-def _plain(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that are no children, parameters or buffers."""
-    every = nn.Module().__dict__
-    return {name: value for name, value in vars(module).items() if name not in every}
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def _held(

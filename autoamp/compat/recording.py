@@ -13,7 +13,11 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import fx
 from torch._library import custom_ops
-from torch._ops import OpOverload
+from torch._ops import (
+    OpOverload,
+    _set_mode_pre_dispatch,
+    unset_mode_pre_dispatch,
+)
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
@@ -28,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoamp.compat.modes import AutocastState, in_autocast
 from autoamp.compat.tracing import quick_node
 
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
 _ORIGIN = ("nn_module_stack", "stack_trace")
 """The keys in a node's `meta` that say where in the model the node comes from."""
 
@@ -37,12 +42,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 @contextlib.contextmanager
 def outside_trace() -> Iterator[None]:
     """A region of a `trace_pre_dispatch` run that records nothing."""
-    from torch._ops import _set_mode_pre_dispatch, unset_mode_pre_dispatch
-
-    key = torch._C._TorchDispatchModeKey.PROXY
-    mode = unset_mode_pre_dispatch(key)
+    mode = unset_mode_pre_dispatch(_PROXY)
     try:
-        with torch.fx.experimental.proxy_tensor.disable_proxy_modes_tracing():
+        with proxy_tensor.disable_proxy_modes_tracing():
             yield
     finally:
         if mode is not None:
@@ -183,14 +185,9 @@ def record_as(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 def _track(tensor: torch.Tensor, proxy: fx.Proxy, tracer: Any) -> None:
     """Does the work of `track_tensor_tree` for a tensor without symbolic sizes."""
-    record: Any = getattr(proxy_tensor, "_ProxyTensor", None)
-    detached: Any = getattr(fake_impls, "fast_detach", None)
-    if record is None or detached is None:
-        track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
-        return
     assert isinstance(tensor, FakeTensor)
-    proxy.node.meta["val"] = detached(tensor.fake_mode, tensor)
-    tracer.tensor_tracker[tensor] = record(proxy, None)
+    proxy.node.meta["val"] = fake_impls.fast_detach(tensor.fake_mode, tensor)
+    tracer.tensor_tracker[tensor] = proxy_tensor._ProxyTensor(proxy, None)
 
 
 def split_identity(tensor: torch.Tensor, before: Any) -> torch.Tensor:
@@ -274,10 +271,7 @@ def op_heard(call: Callable[[], Any], result: Any) -> Heard | None:
     Args:
         result: a fake tensor, or a list or tuple of some.
     """
-    from torch._ops import _set_mode_pre_dispatch, unset_mode_pre_dispatch
-
-    key = torch._C._TorchDispatchModeKey.PROXY
-    mode: Any = unset_mode_pre_dispatch(key)
+    mode: Any = unset_mode_pre_dispatch(_PROXY)
     if mode is None:  # no trace is running
         return None
     listening = _Listening(mode.tracer, result)
@@ -286,7 +280,7 @@ def op_heard(call: Callable[[], Any], result: Any) -> Heard | None:
         try:
             given = call()
         finally:
-            unset_mode_pre_dispatch(key)
+            unset_mode_pre_dispatch(_PROXY)
     except Exception:  # noqa: BLE001 (ours, or since the result is no such op's)
         return None
     finally:
@@ -304,17 +298,14 @@ def _is_same(given: Any, result: Any) -> bool:
 
 
 class Passed(NamedTuple):
-    """How the autocast kernel of an op calls the op again.
-
-    Attributes:
-        args: the arguments that the kernel gives to the op.
-        given: the op's result inside the kernel.
-        result: the kernel's result.
-    """
+    """How the autocast kernel of an op calls the op again."""
 
     args: tuple[Any, ...]
+    """The arguments that the kernel gives to the op."""
     given: Any
+    """The op's result inside the kernel."""
     result: Any
+    """The kernel's result."""
 
 
 def has_autocast_kernel(op: OpOverload, device: str) -> bool:
@@ -349,9 +340,7 @@ def passed_under_autocast(
     """
     watch = _Watch(op)
     try:
-        with contextlib.ExitStack() as stack:
-            for each in (torch.no_grad(), in_autocast(state), watch):
-                stack.enter_context(each)
+        with torch.no_grad(), in_autocast(state), watch:
             result = op(*args)
     except Exception:  # noqa: BLE001 (the kernel is the user's)
         return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -157,12 +156,6 @@ class _Resize:
         return torch.UntypedStorage.resize_(storage, size)
 
 
-def is_resizable(tensor: torch.Tensor) -> bool:
-    """Whether torch itself allocated the tensor's memory."""
-    storage: Any = tensor.untyped_storage()
-    return bool(storage.resizable())
-
-
 def end_lazy_clone(tensor: torch.Tensor) -> None:
     """Makes the storage a plain one again once its lazy clones are gone.
 
@@ -217,11 +210,8 @@ def storage_id(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
-def version_kept(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """A region in which writes to `tensor` do not move its version counter."""
-    context: AbstractContextManager[None]
-    context = torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
-    return context
+version_kept = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+"""A region in which writes to a tensor do not move its version counter."""
 
 
 def version(tensor: torch.Tensor) -> int:

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import torch._higher_order_ops.wrap
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch import predispatch
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import _lazy_graph_module as lazy
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -135,8 +137,6 @@ def as_traced() -> contextlib.AbstractContextManager[Any]:
     region fake tensors meet the kernels of `lstm` for GPUs, which ask the driver and
     read memory.
     """
-    from torch._dispatch.python import enable_python_dispatcher
-
     region: contextlib.AbstractContextManager[Any] = enable_python_dispatcher()
     return region
 
@@ -148,22 +148,14 @@ def is_plain_fake(value: Any) -> bool:
 
 def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
     """A `GraphModule` whose code is made when it is first called or looked at."""
-    from torch.fx import _lazy_graph_module as lazy
-
     with lazy._use_lazy_graph_module(True):
         return lazy._make_graph_module(root, graph)
 
 
 def make_code(gm: fx.GraphModule) -> None:
     """Makes the code of a `GraphModule` now: from now on its `forward` is that code."""
-    make: Any = getattr(type(gm), "real_recompile", None)
-    if make is not None:
-        make(gm)
-
-
-def expression(size: torch.SymInt) -> Any:
-    """The expression of a symbolic size, which can be compared and calculated with."""
-    return size.node.expr
+    if isinstance(gm, lazy._LazyGraphModule):
+        gm.real_recompile()
 
 
 def hint(value: Any) -> int:
@@ -241,11 +233,9 @@ def placeholder_sources(gm: fx.GraphModule) -> list[str]:
     return sources
 
 
-def with_parameters(
-    module: torch.nn.Module, values: dict[str, torch.Tensor]
-) -> contextlib.AbstractContextManager[None]:
-    """A context in which `module` has `values` for its parameters and buffers."""
-    return torch.nn.utils.stateless._reparametrize_module(module, values)
+with_parameters = torch.nn.utils.stateless._reparametrize_module
+"""`with_parameters(module, values)`: its parameters and buffers are `values`, by name.
+"""
 
 
 def schema(op: torch._ops.OpOverload) -> torch.FunctionSchema:

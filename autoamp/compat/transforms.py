@@ -95,9 +95,7 @@ def gradients_by_torch(
         return function(*wide).to(grad.dtype)
 
     with torch.enable_grad():
-        if (
-            transforms_active()
-        ):  # at its level no operand shows that it needs a gradient
+        if transforms_active():  # there no operand shows that it needs a gradient
             given = [t for t in operands if t is not None]
 
             def of_given(*own: Tensor) -> Tensor:
@@ -147,7 +145,7 @@ def past_transforms(given: Any) -> contextlib.AbstractContextManager[Any] | None
     for each in pytree.tree_leaves(given):
         if isinstance(each, Tensor) and (is_wrapped(each) or _has_tangent(each)):
             return None
-    return _without()
+    return _without_transforms()
 
 
 def _has_tangent(value: Tensor) -> bool:
@@ -155,7 +153,7 @@ def _has_tangent(value: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _without() -> Iterator[None]:
+def _without_transforms() -> Iterator[None]:
     records: Any = forward_ad._set_fwd_grad_enabled
     with temporarily_clear_interpreter_stack(), records(False):
         yield

@@ -537,7 +537,7 @@ def _as_fp32(result: Tensor) -> Tensor:
 
     Which kernel runs, and so the dtype of its results, is known when it runs.
     """
-    if compat.is_exporting():
+    if torch.compiler.is_exporting():
         return _ATEN._to_copy.default(result, dtype=torch.float32)  # type: ignore[no-any-return]
     return result.float()
 

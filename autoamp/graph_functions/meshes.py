@@ -54,7 +54,9 @@ The op takes the value, and the sizes and strides of the result."""
 
 def from_local(value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """A DTensor of what this rank holds, as `DTensor.from_local` makes it."""
-    return compat.from_local(value, *args, **kwargs)
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(value, *args, **kwargs)
 
 
 def to_local(value: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -43,7 +43,7 @@ def ran_nothing(method: str, program: Program | None, has_many: bool) -> str:
 def _in_the_callers_hands() -> str:
     if compat.transforms_active():
         return "vmap, torch.func or forward-mode AD transforms the call"
-    if compat.is_exporting():
+    if torch.compiler.is_exporting():
         return (
             "torch.export records the model's own code; autoamp.export(model, args) "
             "exports what a converted model runs"

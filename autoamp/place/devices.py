@@ -19,7 +19,6 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.compat.device import KINDS as TF32_KINDS
 from autoamp.dtypes import HIGH_DTYPE, NARROWEST, short_name
 from autoamp.errors import OptionError
 from autoamp.printable import printable_line
@@ -406,7 +405,7 @@ def _read(key: str, value: Any) -> Any:
     if key == "casts":
         return _read_curve(value)
     if key == "tf32_kinds":
-        return frozenset(value) & frozenset(TF32_KINDS)
+        return frozenset(value) & frozenset(compat.TF32_KINDS)
     if key in ("pays", "channels_last"):
         return bool(value)
     if key == "type":

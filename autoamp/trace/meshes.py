@@ -216,14 +216,14 @@ def _size(size: Any, value: torch.Tensor, at: int, n: fx.Node) -> Any:
         CaptureError: the size depends on the call's input, and is neither the operand's
             size nor a multiple or a part of it.
     """
-    if isinstance(size, int) or compat.expression(size).is_number:
+    if isinstance(size, int) or size.node.expr.is_number:
         return compat.hint(size)
     given = value.shape[at] if at < value.dim() else None
     if isinstance(given, torch.SymInt):
         one, other = compat.hint(size), compat.hint(given)
         # Each rank's part put together, or a part of the whole.
         made = given * (one // other) if one >= other else given // (other // one)
-        if compat.expression(made) == compat.expression(size):
+        if made.node.expr == size.node.expr:
             return made
     raise CaptureError(f"{n.name}: a size of its result, {size}, is not one of its own")
 
@@ -231,7 +231,7 @@ def _size(size: Any, value: torch.Tensor, at: int, n: fx.Node) -> Any:
 def _strides(made: torch.Tensor, size: Sequence[Any], n: fx.Node) -> list[Any]:
     """The strides of a result: numbers, or those of contiguous memory."""
     strides = list(made.stride())
-    if all(isinstance(s, int) or compat.expression(s).is_number for s in strides):
+    if all(isinstance(s, int) or s.node.expr.is_number for s in strides):
         return [*map(compat.hint, strides)]
     if not made.is_contiguous():
         raise CaptureError(

@@ -325,9 +325,9 @@ class DynamicLossScale(LossScale):
             scale,
             tracker,
             found,
-            growth_factor=self.growth_factor,
-            backoff_factor=self.backoff_factor,
-            growth_interval=self.growth_interval,
+            self.growth_factor,
+            self.backoff_factor,
+            self.growth_interval,
         )
         scale.clamp_(min=self.min_scale)
         if self.hysteresis > 1:

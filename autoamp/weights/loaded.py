@@ -56,6 +56,6 @@ def _outside_torch(parameter: torch.Tensor) -> bool:
         and parameter.device.type == "cpu"
         and parameter.layout == torch.strided
         and compat.held_alone(parameter)
-        and not compat.is_resizable(parameter)
+        and not parameter.untyped_storage().resizable()
         and not parameter.is_shared()
     )

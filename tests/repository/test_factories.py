@@ -11,7 +11,7 @@ from pathlib import Path
 import autoamp
 
 ROOT = Path(autoamp.__file__).parent
-STANDS_IN = "on_meta.py"
+STANDS_IN = "patches.py"
 """Calls the factories of torch in place of the user's own calls."""
 FACTORIES = {
     *(
