@@ -195,23 +195,17 @@ def inside_jit_trace() -> bool:
     return False
 
 
-def fx_tracing() -> bool:
-    """Whether `torch.fx` records the code that runs now: `symbolic_trace`, `make_fx`.
+fx_tracing = fx._symbolic_trace.is_fx_symbolic_tracing
+"""Whether `torch.fx` records the code that runs now: `symbolic_trace`, `make_fx`.
 
-    Dynamo raises where it is called during such a trace.
-    """
-    return bool(torch.fx._symbolic_trace.is_fx_symbolic_tracing())
-
-
-def is_compiled_module(module: Any) -> bool:
-    """Whether `module` is one that `torch.compile` has made of another module."""
-    return isinstance(module, torch._dynamo.OptimizedModule)
+Dynamo raises where it is called during such a trace.
+"""
 
 
-def uncompiled(module: Any) -> torch.nn.Module:
-    """The module that `torch.compile` has made `module` of."""
-    found: torch.nn.Module = module._orig_mod
-    return found
+def uncompiled(module: Any) -> Any:
+    """The module that `torch.compile` has made `module` of; any other as it is."""
+    is_compiled = isinstance(module, torch._dynamo.OptimizedModule)
+    return module._orig_mod if is_compiled else module
 
 
 _COMPILERS = ("_dynamo", "_inductor", "_functorch")

@@ -64,10 +64,11 @@ def safe_softmax(scores: torch.Tensor) -> torch.Tensor:
     return torch._safe_softmax(scores, -1)
 
 
+_CUDNN: Any = torch.backends.cudnn
 _TF32_SWITCHES: dict[str, Any] = {
     "matmul": torch.backends.cuda.matmul,
-    "conv": torch.backends.cudnn.conv,
-    "rnn": torch.backends.cudnn.rnn,
+    "conv": _CUDNN.conv,
+    "rnn": _CUDNN.rnn,
 }
 TF32_KINDS = tuple(_TF32_SWITCHES)
 """The kinds of products for which torch has a switch each."""

@@ -75,38 +75,25 @@ def share_computed(values: Sequence[Any]) -> float:
     return share
 
 
-def moves_bytes(name: str, before: Any, after: Any) -> bool:
-    """Whether the forward of a mesh call sends something: from `before` to `after`."""
-    if name in (FROM_LOCAL, "to_local"):
-        return False
-    if not (is_distributed(before) and is_distributed(after)):
-        return True
-    pairs = zip(before.placements, after.placements, strict=True)
-    return any(a != b and not a.is_replicate() for a, b in pairs)
+def traffic(name: str, before: Any, after: Any) -> tuple[bool, bool, bool]:
+    """What ranks send where mesh call `name` makes `after` of `before`.
 
-
-def may_send_back(name: str, before: Any, after: Any) -> bool:
-    """Whether the backward of a mesh call may send something.
-
-    The gradient of a value that every rank holds whole may be a sum over the ranks.
+    Whether the forward sends something; whether the backward may, since the gradient of
+    a value that every rank holds whole may be a sum over the ranks; and whether the
+    call gives each rank the parts of others, and adds nothing up.
     """
-    if name == "to_local":
-        return False
     made = after.placements if is_distributed(after) else ()
+    if name == "to_local":
+        return False, False, False
     if name == FROM_LOCAL:
-        return any(p.is_replicate() for p in made)
-    if not is_distributed(before) or not made:
-        return True
-    return any(a != b for a, b in zip(before.placements, made, strict=True))
-
-
-def only_gathers(name: str, before: Any, after: Any) -> bool:
-    """Whether a mesh call gives each rank the parts of others, and adds nothing up."""
-    if name != "redistribute" or not (is_distributed(before) and is_distributed(after)):
-        return False
-    pairs = zip(before.placements, after.placements, strict=True)
+        return False, any(p.is_replicate() for p in made), False
+    if not (is_distributed(before) and made):
+        return True, True, False
+    pairs = zip(before.placements, made, strict=True)
     changed = [(a, b) for a, b in pairs if a != b]
-    return bool(changed) and all(a.is_shard() and b.is_replicate() for a, b in changed)
+    sends = any(not a.is_replicate() for a, _ in changed)
+    gathers = all(a.is_shard() and b.is_replicate() for a, b in changed)
+    return sends, bool(changed), name == "redistribute" and bool(changed) and gathers
 
 
 def own_memory(tensor: torch.Tensor) -> torch.Tensor:

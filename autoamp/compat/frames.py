@@ -24,28 +24,16 @@ ConvertFrameReturn: Any = torch._dynamo.types.ConvertFrameReturn
 
 
 class Left(NamedTuple):
-    """Code that Dynamo leaves to Python.
-
-    Attributes:
-        at_limit: Dynamo leaves only the calls to Python that would need more graphs
-            than the recompile limit.
-        is_said: the reason is one that users should read.
-        error: the error that Dynamo failed with, in a line; "" where a graph break that
-            Dynamo cannot go on from is the reason.
-        changes: the changes by the code, where its own calls make its graphs useless.
-        is_broken: a graph break that Dynamo cannot go on from is the reason.
-        broke_at: Dynamo's words for the last graph break; "" where it gives none.
-        is_empty: Dynamo followed the code to its end and met no tensor op.
-    """
+    """Code that Dynamo leaves to Python."""
 
     code: types.CodeType
-    at_limit: bool = False
-    is_said: bool = True
-    error: str = ""
-    changes: str = ""
-    is_empty: bool = False
-    is_broken: bool = False
-    broke_at: str = ""
+    at_limit: bool = False  # only for calls that need graphs beyond the recompile limit
+    is_said: bool = True  # the reason is one that users should read
+    error: str = ""  # the error that Dynamo failed with, in a line
+    changes: str = ""  # what the code changes, so that its own graphs are useless
+    is_empty: bool = False  # Dynamo followed it to its end and met no tensor op
+    is_broken: bool = False  # at a graph break that Dynamo cannot go on from
+    broke_at: str = ""  # Dynamo's words for the last graph break
 
     @property
     def is_sparse(self) -> bool:
@@ -118,8 +106,8 @@ class Since:
 
 def _counted() -> tuple[int, int, dict[str, int]]:
     """How many frames Dynamo has begun, and failed on; graph breaks by their reason."""
-    frames, breaks = counters["frames"], counters.get("graph_break", {})
-    return frames["total"], frames["total"] - frames["ok"], dict(breaks)
+    frames, breaks = counters["frames"], dict(counters.get("graph_break") or {})
+    return frames["total"], frames["total"] - frames["ok"], breaks
 
 
 def entries_of(code: types.CodeType) -> list[Any]:

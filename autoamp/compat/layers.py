@@ -179,25 +179,23 @@ _RESULTS: dict[OpOverload, Callable[..., Any]] = {
 def recurrent_results() -> Iterator[None]:
     """A region where fake tensors pass through recurrent layers without their steps.
 
-    The region changes torch's ops for all threads, so it is for Dynamo's compilations,
-    around each of which Dynamo holds its lock.
+    It changes torch's ops for all threads: the caller holds Dynamo's lock.
     """
     keys = (
         torch._C.DispatchKey.CompositeImplicitAutograd,
         torch._C.DispatchKey.Autograd,
     )
-    before = [dict(op.py_kernels) for op in _RESULTS]
-    caches = [op._dispatch_cache for op in _RESULTS]
+    before = {op: dict(op.py_kernels) for op in _RESULTS}
     try:
-        for (op, result), cache in zip(_RESULTS.items(), caches, strict=True):
+        for op, result in _RESULTS.items():
             op.py_kernels.update(dict.fromkeys(keys, result))
-            cache.clear()
+            op._dispatch_cache.clear()
         yield
     finally:
-        for op, cache, known in zip(_RESULTS, caches, before, strict=True):
+        for op, known in before.items():
             op.py_kernels.clear()
             op.py_kernels.update(known)
-            cache.clear()
+            op._dispatch_cache.clear()
 
 
 _ATEN: Any = torch.ops.aten._transformer_encoder_layer_fwd

@@ -9,23 +9,12 @@ from typing import Any, NamedTuple
 
 from autoamp.compat.frames import entries_of, module_of
 
-_MOST_SMALL_GRAPHS = 64
-"""How many graphs there may be where a graph holds few nodes."""
-
-_FEW_NODES = 16
-"""A graph of fewer nodes has little for a rewrite to decide."""
-
-_MOST_FRAMES = 64
-"""How many functions Dynamo may trace where most give no graph."""
-
-_FEW_IN_FRAMES = 2
-"""Fewer nodes than this for each traced function are not worth a trace."""
-
-_MOST_TIMES = 6
-"""How many times over the same work may be captured: in training, in eval mode, ..."""
-
-_FREE_NODES = 1000
-"""Nodes that are captured again without a limit, because they take seconds."""
+_MOST_SMALL_GRAPHS = 64  # where a graph holds few nodes
+_FEW_NODES = 16  # a graph of fewer has little for a rewrite to decide
+_MOST_FRAMES = 64  # functions that Dynamo may trace where most give no graph
+_FEW_IN_FRAMES = 2  # fewer nodes for each traced function are not worth a trace
+_MOST_TIMES = 6  # the same work may be captured in training, in eval mode, ...
+_FREE_NODES = 1000  # captured again without a limit, because they take seconds
 
 
 class Amount:
@@ -85,18 +74,12 @@ class Amount:
 
 
 class _Captured(NamedTuple):
-    """A frame for which Dynamo has made a graph in the call that is running.
-
-    Attributes:
-        held: the frame's locals when it began.
-        before: the ids of the code's earlier entries.
-        places: the places that had changed since earlier entries were made.
-    """
+    """A frame for which Dynamo has made a graph in the call that is running."""
 
     code: types.CodeType
-    held: dict[str, Any]
-    before: frozenset[int]
-    places: frozenset[str]
+    held: dict[str, Any]  # the frame's locals when it began
+    before: frozenset[int]  # the ids of the code's earlier entries
+    places: frozenset[str]  # what had changed since those were made
 
 
 class Changing:

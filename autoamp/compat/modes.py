@@ -81,18 +81,23 @@ def in_autocast(state: AutocastState) -> Iterator[None]:
     The region caches no cast, because a cached cast would outlive the fake tensor it
     was made of.
     """
-    device = state.device
-    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    cached = torch.is_autocast_cache_enabled()
+    before, cached = _region(state.device), torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
-    torch.set_autocast_enabled(device, state.enabled)
-    torch.set_autocast_dtype(device, state.dtype)
+    _set_region(state.device, state.enabled, state.dtype)
     try:
         yield
     finally:
-        torch.set_autocast_enabled(device, before[0])
-        torch.set_autocast_dtype(device, before[1])
+        _set_region(state.device, *before)
         torch.set_autocast_cache_enabled(cached)
+
+
+def _region(device: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+def _set_region(device: str, enabled: bool, dtype: torch.dtype) -> None:
+    torch.set_autocast_enabled(device, enabled)
+    torch.set_autocast_dtype(device, dtype)
 
 
 _FRAMES: Any = torch._C._dynamo.eval_frame
@@ -143,19 +148,15 @@ _ENTERED: list[Any] = []
 
 
 def _autocast() -> tuple[Any, ...]:
-    regions = [
-        (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        for device in AUTOCAST_DEVICES
-    ]
+    regions = map(_region, AUTOCAST_DEVICES)
     return torch.is_autocast_cache_enabled(), autocast_nesting(), *regions
 
 
 def _set_autocast(state: tuple[Any, ...]) -> None:
     cached, nesting, *regions = state
     torch.set_autocast_cache_enabled(cached)
-    for device, (enabled, dtype) in zip(AUTOCAST_DEVICES, regions, strict=True):
-        torch.set_autocast_enabled(device, enabled)
-        torch.set_autocast_dtype(device, dtype)
+    for device, region in zip(AUTOCAST_DEVICES, regions, strict=True):
+        _set_region(device, *region)
     for _ in range(autocast_nesting() - nesting):
         torch.autocast_decrement_nesting()
     for _ in range(nesting - autocast_nesting()):

@@ -171,17 +171,11 @@ _MOST = 256
 
 
 class Place(NamedTuple):
-    """Where the frame runs that Dynamo is capturing.
-
-    Attributes:
-        paths: the paths of modules.
-        around: the modules whose calls the frame is in, outermost first.
-        variables: the local variables of the frame.
-    """
+    """Where the frame runs that Dynamo is capturing."""
 
     paths: Paths
-    around: list[nn.Module]
-    variables: Mapping[str, Any]
+    around: list[nn.Module]  # the modules whose calls the frame is in, outermost first
+    variables: Mapping[str, Any]  # the local variables of the frame
 
     def path_of(self, key: str, source: str) -> str | None:
         """The path of a module that the frame calls; None if nothing is known of it.

@@ -88,10 +88,8 @@ def inside(module: nn.Module) -> nn.Module:
     # FSDP is looked up and not imported: without an import no model is sharded.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     while True:
-        held: Any = inside_wrappers(module)
-        if compat.is_compiled_module(held):
-            held = compat.uncompiled(held)
-        elif fsdp is not None and isinstance(held, fsdp.FullyShardedDataParallel):
+        held: Any = compat.uncompiled(inside_wrappers(module))
+        if fsdp is not None and isinstance(held, fsdp.FullyShardedDataParallel):
             held = held.module
         if held is module or not isinstance(held, nn.Module):
             return module

@@ -51,7 +51,7 @@ def unsupported(model: Any, *, needs_data: bool = True) -> str | None:
     name = type(model).__name__
     if isinstance(model, torch.jit.ScriptModule):
         return f"{name} is a TorchScript module; convert the model it was made from"
-    if compat.is_compiled_module(model):
+    if compat.uncompiled(model) is not model:
         return (
             f"{name} is already compiled; convert the model inside it "
             "(model._orig_mod) and compile the result, or pass backend='inductor'"

@@ -159,13 +159,14 @@ class Meshes:
             return Input(self._positions[node])
 
         behind, named = fx.map_arg((n.args[1:], dict(n.kwargs)), position)
+        sends, sends_back, gathers = compat.traffic(name, known, made)
         call = MeshCall(
             name,
             tuple(behind),
             dict(named),
-            sends=compat.moves_bytes(name, known, made),
-            sends_back=compat.may_send_back(name, known, made),
-            gathers=compat.only_gathers(name, known, made),
+            sends=sends,
+            sends_back=sends_back,
+            gathers=gathers,
         )
         proxy = compat.recorded_proxy(result)
         if proxy is not None:
