@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 import autoamp_cli
-from autoamp import options, questions
+from autoamp import pass_options, questions
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.messages import on_command_line
 from autoamp.rules import Category, Rules
@@ -192,7 +192,7 @@ def test_unusable_options(given: tuple[str, ...], problem: str) -> None:
 
 
 def test_words_in_the_help_are_autoamps_own() -> None:
-    assert words.PLACEMENTS == options.PLACEMENTS
+    assert words.PLACEMENTS == pass_options.PLACEMENTS
     assert tuple(LOW_DTYPES) == words.PRECISIONS
     assert tuple(Category) == words.CATEGORIES
 
