@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import types
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch._dynamo
-from torch import fx
 
 from autoamp.compat.capture import fx_tracing
 from autoamp.compat.distributed import note_ddp_mode
@@ -27,45 +26,12 @@ from autoamp.compat.frames import (
     set_frames_action,
 )
 from autoamp.compat.layers import layer_captured, layer_left
-from autoamp.compat.limits import Amount, Changing
+from autoamp.compat.limits import Changing
 from autoamp.compat.patches import dynamo_patched
 from autoamp.compat.places import Paths, guard_place, placed, root_frame
 
 _FORBIDDEN = "using FX to symbolically trace"
 """A part of what Dynamo says, before anything has run, where torch.fx traces a call."""
-
-
-class Backend(Protocol):
-    """The Dynamo backend that gets each graph.
-
-    Attributes:
-        runs_as_is: graphs run as they are, and no compiler gets them.
-        nodes: how many nodes the graphs have that it has got so far.
-        amount: how much is captured of the running model.
-    """
-
-    @property
-    def runs_as_is(self) -> bool: ...
-
-    @property
-    def nodes(self) -> int: ...
-
-    @property
-    def amount(self) -> Amount: ...
-
-    def stop(self) -> None:
-        """Notes that no more of the running model is to be captured."""
-
-    def dtype_in(self, modules: list[str], /) -> torch.dtype | None:
-        """The dtype of autocast for what authors ask of it; None: nothing is asked."""
-
-    def apart(self, path: str, /) -> Hashable:
-        """A key of a module by its path; modules with unequal keys share no graphs.
-
-        The key is None for a module that options do not name.
-        """
-
-    def __call__(self, gm: fx.GraphModule, example_inputs: list[Any], /) -> Any: ...
 
 
 class CompiledEntry:
@@ -82,7 +48,7 @@ class CompiledEntry:
     def __init__(
         self,
         entry: types.FunctionType,
-        backend: Backend,
+        backend: Any,
         *,
         hooked: bool,
         strict: bool,
@@ -90,6 +56,7 @@ class CompiledEntry:
         """Compiles nothing yet.
 
         Args:
+            backend: gets each graph: the `Backend` of `capture/program.py`.
             hooked: modules may get and lose hooks, which Dynamo guards slowly, with
                 several guards for each module.
             strict: an error of Dynamo's ends the call; otherwise the code that Dynamo
@@ -181,7 +148,7 @@ class _Frames:
     """
 
     def __init__(
-        self, backend: Backend, entry: types.CodeType, *, hooked: bool, strict: bool
+        self, backend: Any, entry: types.CodeType, *, hooked: bool, strict: bool
     ) -> None:
         """Args: `entry` is the code calls begin with; the rest as `CompiledEntry`'s."""
         self.captured: list[types.CodeType] = []
