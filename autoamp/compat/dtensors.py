@@ -26,11 +26,8 @@ def mesh_call(node: fx.Node) -> str:
     """
     if node.op == "call_method":
         return str(node.target) if node.target in _OF_DTENSORS else ""
-    if node.op != "call_function":
-        return ""
-    module = getattr(node.target, "__module__", None) or ""
-    name = getattr(node.target, "__name__", "")
-    if not module.startswith("torch.distributed.tensor"):
+    module, name = _home(node)
+    if node.op != "call_function" or not module.startswith("torch.distributed.tensor"):
         return ""
     return name if name == FROM_LOCAL or name in _OF_DTENSORS else ""
 
@@ -41,12 +38,17 @@ def hides_mesh_call(node: fx.Node) -> bool:
     Dynamo of torch 2.11 does so: the function holds the mesh and the placements, which
     no code of a graph can name.
     """
-    module = getattr(node.target, "__module__", None) or ""
-    name = getattr(node.target, "__name__", "")
+    module, name = _home(node)
     return module.startswith("torch._dynamo.") and name.startswith(_HIDDEN)
 
 
 _HIDDEN = ("prim_redistribute", "prim_to_local", f"prim {FROM_LOCAL}")
+
+
+def _home(node: fx.Node) -> tuple[str, str]:
+    """The module and the name of the function that a node calls, "" where unknown."""
+    target: Any = node.target
+    return getattr(target, "__module__", None) or "", getattr(target, "__name__", "")
 
 
 def share_held(value: Any) -> float:

@@ -358,6 +358,7 @@ def running_losses() -> tuple[list[torch.Tensor], types.FrameType | None]:
     Torch does not tell a hook which tensors these are, but `torch.autograd.backward`
     and `grad` hold them in locals; where a torch names its locals otherwise, nothing is
     found.
+
     A hook on a GPU's gradient runs in a thread of torch's own, so that all threads are
     looked at; where several differentiate, nothing is known.
     """

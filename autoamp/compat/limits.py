@@ -87,6 +87,7 @@ class Changing:
 
     `self.losses.append(loss)` in a method changes the length of a list that Dynamo's
     guards hold the method's graph to: every call would need a graph of its own.
+
     The proof is in Dynamo's guards: a graph was made because something had changed
     since the last one, and by the end of the same call the guards of the new graph fail
     on the same thing, although the call's arguments are the same.  Tensors do not count

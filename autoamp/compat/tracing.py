@@ -225,12 +225,9 @@ def placeholder_sources(gm: fx.GraphModule) -> list[str]:
 
     A source is, for instance, `L['mod'].fc.weight`.
     """
-    sources: list[str] = []
-    for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            source = getattr(node, "_dynamo_source", None)
-            sources.append("" if source is None else source_name(source))
-    return sources
+    inputs = gm.graph.find_nodes(op="placeholder")
+    sources = [getattr(node, "_dynamo_source", None) for node in inputs]
+    return ["" if source is None else source_name(source) for source in sources]
 
 
 with_parameters = torch.nn.utils.stateless._reparametrize_module
