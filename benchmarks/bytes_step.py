@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from autoamp.counted.traffic import Traffic, TrafficMode, is_cast
 
 from .bytes_bound import bytes_bound
 from .metrics import ModelCase
-from .ways import prepared
+from .ways import Prepared, prepared
 
 WAYS = ("fp32", "autocast", "autoamp", "bfloat16")
 """The columns of the table."""
@@ -67,27 +68,31 @@ def count_step(case: ModelCase, way: str) -> StepCount:
     parameters = list(ready.model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=1e-6)
 
-    def forward() -> Any:
+    def fresh() -> Prepared:
+        """The model with a batch of its own, which it may write into."""
+        return ready._replace(batch=copy.deepcopy(ready.batch))
+
+    def forward(own: Prepared) -> Any:
         torch.manual_seed(0)
-        # A model may write into its inputs.
-        output = ready._replace(batch=copy.deepcopy(ready.batch)).forward()
+        output = own.forward()
         return case.loss(output), output
 
-    def step() -> Tensor:
-        value: Tensor = forward()[0]
+    def step(own: Prepared) -> Tensor:
+        value: Tensor = forward(own)[0]
         value.backward()
         return value.detach()
 
     for _ in range(WARM_UP):
-        step()
+        step(fresh())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+    last = fresh()  # the copy of the batch is no part of the step
     with CountingMode(parameters) as counting, TrafficMode() as mode:
-        loss = step()
+        loss = step(last)
     optimizer.zero_grad(set_to_none=True)
     # Before `saved_bytes`, whose hooks may have the model captured once more.
     converted = autoamp.is_converted(ready.model)
     bound = bytes_bound(autoamp.report(ready.model).rewritten) if converted else 0
-    saved = saved_bytes(forward, parameters).total
+    saved = saved_bytes(partial(forward, fresh()), parameters).total
     refreshed = counting.counts.refreshed
     return StepCount(mode.traffic, saved, refreshed, loss.item(), bound)

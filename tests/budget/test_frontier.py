@@ -67,7 +67,7 @@ def time_within(curve: Curve, error: float) -> float:
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_no_greedy_placement_is_much_faster_at_equal_error(seed: int) -> None:
+def test_no_greedy_placement_is_faster_at_equal_error(seed: int) -> None:
     model, x = Layers(seed).eval(), torch.randn(64, 48)
     options = Options(precision="bf16", do_no_harm=False)
     with examined(copy.deepcopy(model), options, BF16) as (twin, engine):
@@ -88,5 +88,4 @@ def test_no_greedy_placement_is_much_faster_at_equal_error(seed: int) -> None:
     assert len(points) >= 5
     for time, error in steps:
         # The measured error of one draw of data differs from the predicted one.
-        # The corners of a hull are few: a step between two may be a little faster.
-        assert time_within(curve, 1.1 * error) <= 1.02 * time
+        assert time_within(curve, 1.1 * error) <= time
