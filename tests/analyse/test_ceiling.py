@@ -14,12 +14,10 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
 import autoamp
-from autoamp.analyse import ceiling
 from autoamp.analyse.ceiling import promotes_to_low
 from autoamp.graph_functions import low_uses
 from autoamp.options import Options
 from autoamp.pipeline.run import rewrite_graph
-from autoamp.rewrite.casts import Uses
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rules import family
 from tests import small_models
@@ -286,12 +284,6 @@ def test_ops_with_a_wide_state_run_low(name: str) -> None:
     assert {d.low for d in steps} == {True}
 
 
-def test_a_state_that_were_rounded_would_be_less_true(monkeypatch) -> None:
-    monkeypatch.setattr("autoamp.analyse.facts.WITH_FP32_STATE", {})
-    model, x = recurrent("deep gru")
-    assert errors(model, (x,), torch.bfloat16).worst() > MARGIN
-
-
 @pytest.mark.parametrize("name", ["batch norm", "neighbours", "mask", "look-up"])
 def test_the_ceiling_is_what_holds_it(name: str, monkeypatch) -> None:
     monkeypatch.setattr(
@@ -299,25 +291,6 @@ def test_the_ceiling_is_what_holds_it(name: str, monkeypatch) -> None:
     )
     function, data = CASES[name]
     assert errors(of(function), data, torch.bfloat16).worst() > 10 * MARGIN
-
-
-def test_a_rms_norm_of_rounded_data_is_less_true(monkeypatch) -> None:
-    """Why it is no move: its input would be rounded besides its output."""
-    real = ceiling._is_move
-    function, data = CASES["rms norm"]
-    monkeypatch.setattr(
-        ceiling,
-        "_is_move",
-        lambda node, fact, verdict: "rms_norm" in fact.op or real(node, fact, verdict),
-    )
-    assert errors(of(function), data, torch.bfloat16).worst() > MARGIN
-
-
-def test_gradients_summed_low_are_less_true(monkeypatch) -> None:
-    """Why uses of one cast have a node (`low_uses`) that sums in fp32."""
-    monkeypatch.setattr(Uses, "use_of_copy", lambda self, value, copy, *rest: copy)
-    function, data = CASES["branches"]
-    assert errors(of(function), data, torch.bfloat16).worst() > 1.5
 
 
 rewritten = rewriting(of, lambda: X.clone().requires_grad_(), "bf16")

@@ -201,32 +201,6 @@ def test_a_mask_in_the_dtype_of_a_wide_value_is_wide() -> None:
     assert not {"empty", "mul"} & low_ops(lambda h: typed(h.float()))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("p", [1e-3, 0.1, 0.5, 0.9])
-def test_zeros_and_ones_are_the_same_in_any_dtype(p: float, dtype: torch.dtype) -> None:
-    """Why those draws are clear."""
-    for size in (1, 15, 17, 100, 4099):
-        drawn = []
-        for made in (torch.float32, dtype):
-            torch.manual_seed(3)
-            mask = torch.empty(size, dtype=made).bernoulli_(p)
-            drawn.append((mask.float(), torch.get_rng_state()))
-        assert torch.equal(drawn[0][0], drawn[1][0])
-        assert torch.equal(drawn[0][1], drawn[1][1])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_other_draws_are_others_in_another_dtype(dtype: torch.dtype) -> None:
-    """Why those stay fp32."""
-    torch.manual_seed(3)
-    wide = torch.randn(100)
-    torch.manual_seed(3)
-    assert (wide - torch.randn(100, dtype=dtype)).abs().max() > 1
-    torch.manual_seed(3)
-    uniform = torch.rand(10**5)
-    assert uniform.max() < 1 == uniform.to(dtype).max(), "rounded, it reaches 1"
-
-
 class Autoencoder(nn.Module):
     """A variational one: its encoder gives a mean and a log variance."""
 

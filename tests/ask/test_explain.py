@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp import compat
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.inspect.report import Report
-from autoamp.pipeline import passes
 from autoamp.place.devices import figures, known_devices
-from tests.small_models import BF16, mlp
+from tests.small_models import BF16
 
 
 class Net(nn.Module):
@@ -69,44 +62,6 @@ def test_explain_says_what_convert_then_does(make: type[nn.Module]) -> None:
     assert said.cost == done.cost
 
 
-def test_no_code_is_made_of_graphs_that_are_only_looked_at(monkeypatch) -> None:
-    made: list[str] = []
-    make, bind = compat.make_code, passes.with_bindings
-
-    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given: (made.append(name), call(*given))[1]
-
-    monkeypatch.setattr(compat, "make_code", noted("code", make))
-    monkeypatch.setattr(passes, "with_bindings", noted("bindings", bind))
-    model, x = mlp(), torch.randn(4, 8)
-    report = autoamp.explain(model, x, options=BF16)
-    assert made == []
-    assert "bfloat16" in report.graphs[0].code  # made when it is looked at
-    autoamp.convert(model, **BF16)(x)
-    assert made == ["bindings", "code"]
-
-
-def test_nothing_is_changed() -> None:
-    torch.manual_seed(3)
-    model = Net()
-    x = torch.randn(4, 16, requires_grad=True)
-    before = copy.deepcopy(model.state_dict())
-    attributes = {name: dict(vars(m)) for name, m in model.named_modules()}
-    state = torch.get_rng_state()
-    autoamp.explain(model, x, options=BF16, scale=2.0)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
-    for name, module in model.named_modules():
-        assert vars(module).keys() == attributes[name].keys()
-        assert all(vars(module)[k] is v for k, v in attributes[name].items())
-    assert x.grad is None
-    assert not autoamp.is_converted(model)
-    wanted = model(x, scale=2.0)
-    torch.set_rng_state(state)
-    model.load_state_dict(before)
-    assert torch.equal(model(x, scale=2.0), wanted)  # fp32, as ever
-
-
 def test_a_converted_model_is_explained_under_its_own_options_and_goes_on() -> None:
     model = autoamp.convert(Net(), keep=["up"], **BF16)
     x = torch.randn(4, 16)
@@ -120,15 +75,6 @@ def test_a_converted_model_is_explained_under_its_own_options_and_goes_on() -> N
     assert after.runs == before.runs
     assert len(after.graphs) == len(before.graphs)
     assert autoamp.is_converted(model)
-
-
-def test_no_low_copies_are_left_behind() -> None:
-    from autoamp.weights.sentinels import COPIES
-
-    gc.collect()  # those of other tests' models
-    before = {dtype: dict(held) for dtype, held in COPIES.items()}
-    autoamp.explain(Net(), torch.randn(4, 16), options=BF16)
-    assert before == COPIES
 
 
 @pytest.mark.thorough(but=["cpu:plain"])
@@ -150,12 +96,6 @@ def test_every_device_of_the_table_explains(device: str) -> None:
     assert found is not None
     assert found.speed_up > 1.5
     assert row["name"] in str(report)
-
-
-def test_each_figure_of_a_device_has_a_source() -> None:
-    for name, row in figures().items():
-        assert len(row["source"]) > 20, name
-        assert {"name", "type", "bytes_per_ns", "launch_ns", "fp32"} <= row.keys()
 
 
 def test_cpu_facts_do_not_leak_into_a_gpu() -> None:

@@ -125,16 +125,6 @@ def test_a_package_carries_the_plan_of_its_program(compiled: Compiled) -> None:
     assert {op["precision"] for op in plan["report"]["ops"]} == {"bf16"}
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings(OF_TORCH)
-def test_a_package_of_another_tool_has_no_plan(tmp_path: Path) -> None:
-    path = tmp_path / "other.pt2"
-    program = torch.export.export(nn.Linear(4, 4).eval(), (torch.randn(2, 4),))
-    torch._inductor.aoti_compile_and_package(program, package_path=str(path))
-    with pytest.raises(ExportError, match="holds no plan"):
-        autoamp.load(path)
-
-
 @pytest.mark.thorough(but=["none", "older"])
 @pytest.mark.parametrize("older", [b"older", None], ids=["older", "none"])
 def test_a_compilation_that_fails_leaves_the_folder_as_it_was(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import operator
 from typing import Any
 
@@ -163,31 +162,6 @@ def test_the_callers_signature_is_kept(flag: bool) -> None:
 
 
 @pytest.mark.thorough
-def test_any_batch_and_length_in_one_program() -> None:
-    layer = nn.MultiheadAttention(32, 4, batch_first=True).eval()
-
-    class Attends(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.line = layer, nn.Linear(32, 32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.line(x)
-            return self.layer(x, x, x, need_weights=False)[0]
-
-    model = Attends().eval()
-    sizes = ({0: torch.export.Dim("batch"), 1: torch.export.Dim("length")},)
-    program = autoamp.export(
-        model, (torch.randn(2, 5, 32),), dynamic_shapes=sizes, **BF16
-    )
-    for batch, length in ((3, 7), (9, 2)):
-        x = torch.randn(batch, length, 32)
-        fixed = autoamp.export(model, (x,), **BF16)
-        with torch.no_grad():
-            assert torch.equal(program.module()(x), fixed.module()(x))
-
-
-@pytest.mark.thorough
 def test_options_of_a_conversion_are_those_of_its_export() -> None:
     kept = autoamp.convert(two(), keep=["0"], **BF16)
     low = {
@@ -198,21 +172,6 @@ def test_options_of_a_conversion_are_those_of_its_export() -> None:
     assert low == {"3.weight", "3.bias"}
     more = autoamp.export(kept, (X,), deny=["linear"])
     assert all(t.dtype == torch.float32 for t in more.state_dict.values())
-
-
-def test_prices_that_tune_measured_place_the_export() -> None:
-    model = autoamp.convert(two(), **BF16)
-    own = model.__dict__["_autoamp"].engine
-    asked = []
-
-    def price(*args: Any, **kwargs: Any) -> Any:
-        asked.append(args)
-        raise autoamp.PlacementError("asked")
-
-    own.price = price
-    with pytest.raises(autoamp.ExportError, match="PlacementError: asked"):
-        autoamp.export(model, (X,))
-    assert asked
 
 
 def test_a_lock_holds_the_export_too(
@@ -280,17 +239,6 @@ def test_training_mode_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert "is exported in training mode" in caplog.text
 
 
-def test_a_model_that_stays_fp32_is_exported_and_said(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    why = "nothing pays here"
-    monkeypatch.setattr(exporting, "choose_precision", lambda *_: (None, why))
-    program = autoamp.export(two(), (X,))
-    assert why in caplog.text
-    assert torch.equal(program.module()(X), two()(X))
-    assert compat.plan_in(program)["report"]["ops"] == []
-
-
 def test_torchs_own_export_of_a_converted_model_says_what_to_call(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -347,21 +295,6 @@ def test_bad_options_are_refused(
         autoamp.export(two(), X)  # type: ignore[arg-type]
     with pytest.raises(autoamp.UnsupportedModelError):
         autoamp.export(lambda x: x, (X,))  # type: ignore[arg-type]
-
-
-@pytest.mark.thorough
-def test_another_result_than_the_converted_models_is_said(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    converted = autoamp.convert(two(), **BF16)
-    with caplog.at_level(logging.WARNING):
-        autoamp.export(converted, (X,))
-        assert "of the converted model" not in caplog.text
-        autoamp.export(converted, (X,), deny=["linear"])
-    assert "output 0 of the exported Sequential differs" in caplog.text
-    strict = autoamp.convert(two(), strict=True, **BF16)
-    with pytest.raises(autoamp.ExportError, match="linear in fp32"):
-        autoamp.export(strict, (X,), deny=["linear"])
 
 
 @pytest.mark.thorough

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import operator
 import os
 import pickle
@@ -50,22 +49,6 @@ def test_a_file_is_read_and_run_without_our_modules(
     assert {op.namespace for op in ops} == {"aten"}
 
 
-@pytest.mark.slow
-def test_a_fresh_process_without_autoamp_gives_the_same(tmp_path: Path) -> None:
-    converted = autoamp.convert(two(), **BF16)
-    autoamp.export(converted, (X,), out=tmp_path / "m.pt2")
-    with torch.no_grad():
-        torch.save((X, converted(X)), tmp_path / "x.pt")
-    code = (
-        "import sys, torch\n"
-        "x, expected = torch.load('x.pt')\n"
-        "module = torch.export.load('m.pt2').module()\n"
-        "assert torch.equal(module(x), expected)\n"
-        "assert 'autoamp' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
-
-
 def test_what_torch_saves_is_loaded_and_checked(tmp_path: Path, program: Any) -> None:
     path = tmp_path / "m.pt2"
     torch.export.save(program, path)
@@ -88,9 +71,9 @@ def changed_plan(program: Any, **changes: Any) -> Any:
     but=[
         "changes0-node linear is bfloat16 and was planned as float32",
         "changes3-schema is not",
-        "changes6-version is no number",
-        "changes8-nodes.linear is no object",
-        "changes11-target is no string",
+        "changes5-version is no number",
+        "changes7-nodes.linear is no object",
+        "changes9-target is no string",
     ]
 )
 @pytest.mark.parametrize(
@@ -107,11 +90,9 @@ def changed_plan(program: Any, **changes: Any) -> Any:
         ),
         ({"schema": "other"}, "schema is not"),
         ({"version": 9}, "upgrade autoamp"),
-        ({"version": True}, "version is no number"),
         ({"version": "1"}, "version is no number"),
         ({"nodes": []}, "nodes is no object"),
         ({"nodes": {"linear": 3}}, "nodes.linear is no object"),
-        ({"nodes": {"linear": {"dtypes": "x", "op": ""}}}, "no list of strings"),
         ({"weights": {"x": {"source": 1, "dtype": ""}}}, "source is no string"),
         ({"target": None}, "target is no string"),
     ],
@@ -278,13 +259,6 @@ def test_a_file_whose_classes_are_unknown_says_what_to_import(tmp_path: Path) ->
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=120)
     with pytest.raises(autoamp.OptionError, match=r"returns results\.Result: import"):
         autoamp.load(tmp_path / "m.pt2")
-
-
-def test_the_plan_is_plain_json(program: Any) -> None:
-    text = plan_kept_in(program).to_json()
-    plan, _ = plan_from("it", json.loads(text))
-    assert plan.to_json() == text
-    assert plan.nodes["linear"] == (("bfloat16",), "linear")
 
 
 def test_classes_of_other_packages_are_told(

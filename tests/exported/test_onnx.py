@@ -210,16 +210,3 @@ def test_what_onnx_refuses_is_not_written(
     with pytest.raises(autoamp.ExportError, match="node_x: no such type"):
         files.write(program, ONNX, tmp_path / "m.onnx")
     assert [*tmp_path.iterdir()] == []
-
-
-def test_without_onnx_nothing_is_begun(
-    tmp_path: Path, written: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from autoamp.exported import targets
-
-    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda _: None)
-    install = r"pip install 'autoamp\[onnx\]'"
-    with pytest.raises(autoamp.ExportError, match=install):
-        autoamp.export(two(), (X,), target="onnx", out=tmp_path / "m.onnx", **FP16)
-    with pytest.raises(autoamp.ExportError, match=install):
-        autoamp.load(written)

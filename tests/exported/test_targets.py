@@ -12,9 +12,8 @@ import autoamp
 from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.exported import program as programs
-from autoamp.exported.targets import target_of, targets
+from autoamp.exported.targets import targets
 from autoamp.op_names import parse_op_name
-from autoamp.options import Options
 from autoamp.place.devices import named_device
 from autoamp_cli.words import TARGETS
 from tests.exported.test_export import X, two
@@ -86,17 +85,9 @@ def test_ops_that_a_runtime_lacks_stay_fp32_with_its_reason() -> None:
     assert einsum["reason"].startswith("Einsum of ONNX takes no bfloat16")
     assert "onnx" in einsum["origin"]
     assert kept["aten::linear.default"]["precision"] == "bf16"
-
-
-def test_a_users_rules_stand_beside_those_of_a_target() -> None:
-    low = torch.bfloat16
-    options = Options(deny=["softmax"], keep=["head"])
-    rules = target_of("onnx").rules(options, low)
-    table = rules.resolve_rules(low).table
-    assert table["aten::softmax"].category == "deny"
-    assert table["aten::topk"].category == "deny"
-    assert "head" in rules.kept
-    assert target_of("pt2").rules(options, low) is options
+    denied = {**BF16, "deny": ["linear"], "target": "onnx"}  # beside the target's rules
+    found = ops_of(autoamp.export(Picks().eval(), (X,), **denied))
+    assert {op["precision"] for op in found.values()} == {"fp32"}
 
 
 @pytest.mark.thorough

@@ -127,30 +127,6 @@ def test_a_view_is_free_and_a_write_is_not() -> None:
     assert prices.ops == {"clone": (2280, 1640), "relu_": (2280, 1640), "t": (0, 0)}
 
 
-def test_a_list_of_views_is_priced_by_its_bytes() -> None:
-    """Only what gives one tensor is recognised as a view."""
-    prices = priced(lambda x, w: x.chunk(2)[0].relu(), torch.zeros(4, 8)).prices
-    assert prices.ops["chunk"] == (2280, 1640)
-
-
-def test_every_price_is_at_least_one_unit() -> None:
-    fast = Device("fast", 1e9, 0.0, 1e9, 1e9, True)
-    prices = priced(relu, torch.zeros(4, 8), device=fast).prices
-    assert prices.ops == {"relu": (1, 1)}
-    assert prices.down["x0"] == prices.up["x0"] == 1
-
-
-def test_a_low_dtype_of_one_byte_moves_half_the_bytes_of_two() -> None:
-    x = torch.zeros(4, 8)
-    one = priced(relu, x, device=replace(DEVICE, low_itemsize=1)).prices
-    assert one.ops == {"relu": (2280, 1320)}
-    assert one.down["x0"] == one.up["x0"] == 1800
-    by_bytes = replace(DEVICE, low_itemsize=1)
-    kept = priced(relu, x.requires_grad_(), device=by_bytes, objective="memory").prices
-    assert kept.ops == {"relu": (128, 32)}
-    assert kept.down["x0"] == 1 + 32
-
-
 @pytest.mark.parametrize(
     ("modes", "low"),
     [
@@ -207,12 +183,6 @@ def test_a_rate_between_two_points_lies_on_a_power_law() -> None:
     assert [rate_at(curve, x) for x in (0.1, 1, 2, 4, 16, 64, math.inf)] == [
         pytest.approx(rate) for rate in (8, 8, 16, 32, 32 * 2**0.5, 64, 64)
     ]
-
-
-def test_other_ops_have_no_rows() -> None:
-    device = replace(DEVICE, low=Rates(products=((1000.0, 0.01),)))
-    prices = priced(relu, torch.zeros(1, 8), device=device).prices
-    assert prices.ops["relu"][1] < prices.ops["relu"][0]
 
 
 # -- casts -----------------------------------------------------------------------------
@@ -353,43 +323,6 @@ def test_flops_of_a_fused_encoder_layer() -> None:
     products = 2 * rows * (projections + feed_forward) + 4 * rows * 5 * 16
     shapes = [(2, 5, 16), (48, 16), (48,), (16, 16), (16,), (32, 16), (16, 32)]
     assert flops(layer, *(torch.randn(shape) for shape in shapes)) == products
-
-
-WITH_PRODUCTS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
-    "gru_cell": (torch.gru_cell, [(2, 5), (2, 6), (18, 5), (18, 6)]),
-    "rnn_tanh_cell": (torch.rnn_tanh_cell, [(2, 5), (2, 6), (6, 5), (6, 6)]),
-    "lstm_cell": (
-        lambda x, h, c, w, u: torch.lstm_cell(x, (h, c), w, u)[0],
-        [(2, 5), (2, 6), (2, 6), (24, 5), (24, 6)],
-    ),
-    "bilinear": (functional.bilinear, [(2, 5), (2, 6), (7, 5, 6)]),
-    "cdist": (torch.cdist, [(3, 5), (4, 5)]),
-    "inner": (torch.inner, [(3, 5), (4, 5)]),
-    "tensordot": (lambda a, b: torch.tensordot(a, b, 1), [(3, 5), (5, 4)]),
-    "chain_matmul": (
-        lambda a, b, c: torch.linalg.multi_dot([a, b, c]),
-        [(3, 5), (5, 4), (4, 6)],
-    ),
-    "conv_tbc": (torch.conv_tbc, [(5, 2, 3), (2, 3, 4), (4,)]),
-    "_addmm_activation": (torch._addmm_activation, [(7,), (3, 5), (5, 7)]),
-    "solve": (torch.linalg.solve, [(5, 5), (5, 2)]),
-    "inv": (torch.linalg.inv, [(5, 5)]),
-    "svdvals": (torch.linalg.svdvals, [(5, 4)]),
-    "matrix_exp": (torch.linalg.matrix_exp, [(4, 4)]),
-}
-
-
-@pytest.mark.parametrize("name", WITH_PRODUCTS)
-def test_no_op_with_products_inside_goes_without_flops(name: str) -> None:
-    function, shapes = WITH_PRODUCTS[name]
-    given = [torch.randn(shape) for shape in shapes]
-    assert flops(function, *given) > 0
-
-
-def test_flops_can_be_asked_for_other_sizes() -> None:
-    found = priced(linear, torch.zeros(4, 8))
-    node, fact = found.nodes["linear"], found.facts.nodes["linear"]
-    assert flops_of(node, fact, lambda s: 10 * int(s)) == 2 * 40 * 80 * 80
 
 
 # -- devices ---------------------------------------------------------------------------

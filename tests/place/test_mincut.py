@@ -93,13 +93,6 @@ def test_solve_finds_the_optimum_with_the_fewest_low(problem: Problem) -> None:
     check_optimum(problem)
 
 
-@pytest.mark.slow
-@settings(max_examples=3000)
-@given(problems(10))
-def test_solve_finds_the_optimum_deep(problem: Problem) -> None:
-    check_optimum(problem)
-
-
 @explored(50, 1000, lambda most: (problems(most), st.sets(st.integers(0, 8))))
 def test_energy_is_the_design_s_formula(problem: Problem, labels: set[int]) -> None:
     low = frozenset(f"v{i}" for i in labels) & problem.unary.keys()

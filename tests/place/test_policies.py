@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autoamp.analyse.verdict import Classified
-from autoamp.place.policies import POLICIES, forced, project, promote, tensorflow
+from autoamp.place.policies import forced, project, promote, tensorflow
 from autoamp.place.two_sides import Group, Problem
 from tests.place.small_facts import fact, facts, graph_of, verdict
 
@@ -70,10 +70,6 @@ def test_forced_lowers_allow_ops_that_may_be() -> None:
 def test_promote_is_as_wide_as_what_it_reads() -> None:
     graph = graph_of("allow a; infer i a; deny d i; infer j i d; infer k i")
     assert promote(graph) == {"a", "i", "k"}
-
-
-def test_the_policies_by_name() -> None:
-    assert {"tensorflow": tensorflow, "promote": promote, "forced": forced} == POLICIES
 
 
 # -- made legal ------------------------------------------------------------------------

@@ -167,31 +167,6 @@ def test_a_signal_ends_what_was_begun(tmp_path: Path) -> None:
     assert ends(child)
 
 
-def test_figures_that_are_not_as_good_as_asked_are_figures(
-    tmp_path: Path, monkeypatch
-) -> None:
-    def poor(*_: Any) -> int:
-        one.results(Setting(), tmp_path).write_text("{}")
-        return 1
-
-    monkeypatch.setattr(gpu, "within", poor)
-    one = piece_of("m", goes_on=False)
-    assert gpu.measure(one, Setting(), tmp_path, 9) == gpu.FINISHED
-    one = piece_of("m", goes_on=True)
-    assert gpu.measure(one, Setting(), tmp_path, 9) == gpu.FAILED
-
-
-def test_each_piece_is_told_as_it_ends(tmp_path, monkeypatch, capsys) -> None:
-    how = {"calibrate": 0, "tests": 1, "compiled-fp16": 3}
-    monkeypatch.setattr(gpu, "measure", lambda piece, *_: how[piece.name])
-    given = ["--device", "cpu", "--quick", "--out", str(tmp_path), *how]
-    assert gpu.main(given) == gpu.CUT_OFF
-    said = capsys.readouterr().out
-    assert "calibrate: finished" in said
-    assert "tests: failed: see above" in said
-    assert "compiled-fp16: cut off: give the same command again" in said
-
-
 TESTED = """
 import pytest
 
@@ -325,52 +300,3 @@ def test_a_process_that_is_late_has_failed(module: str) -> None:
     assert "not ready" in every["slow-a"]["failures"]["all"]
     assert not every["quick-b"]["failures"]
     assert "its turn took more" in every["stuck-c"]["failures"]["all"]
-
-
-def test_memory_that_others_hold_is_waited_for(monkeypatch) -> None:
-    monkeypatch.setenv(turns.WAITS, "1")
-    monkeypatch.setattr(turns, "PAUSES_S", (0.0, 0.0))
-    tries = []
-
-    def prepared() -> str:
-        tries.append(1)
-        if len(tries) < 3:
-            raise torch.OutOfMemoryError
-        return "made"
-
-    assert turns.prepared_beside_others(prepared) == "made"
-
-
-def test_tables_of_models_are_filled_side_by_side(tmp_path: Path, monkeypatch) -> None:
-    """Models that are there are left out; a row that failed leaves its piece failed."""
-    asked = Setting(quick=True)
-    pieces = gpu.chosen(["training-bf16", "prediction-bf16"])
-    done = pieces[0].results(asked, tmp_path)
-    done.write_text(json.dumps({"models": [row("bert")]}))
-    seen: list[str] = []
-
-    def measured(jobs: list[Job], **_: Any) -> Any:
-        for job in jobs:
-            seen.append(f"{job.module} {job.name}")
-            failed = job.module.endswith("prediction")
-            yield job, row(job.name, "it broke" if failed else "")
-
-    monkeypatch.setattr(gpu.turns, "rows", measured)
-    ended = gpu.side_by_side(pieces, asked, tmp_path, 60.0, 4)
-    assert seen == [
-        "benchmarks.training resnet50",
-        "benchmarks.prediction bert",
-        "benchmarks.prediction resnet50",
-    ]
-    assert ended == {"training-bf16": gpu.FINISHED, "prediction-bf16": gpu.FAILED}
-    kept = json.loads(done.read_text())["models"]
-    assert [each["name"] for each in kept] == ["bert", "resnet50"]
-
-
-def row(name: str, failure: str = "") -> dict[str, Any]:
-    """A row of the table of training steps, or one that failed, of any table."""
-    ways = {way: {"seconds": [0.5]} for way in ("fp32", "autocast", "autoamp")}
-    failures = {"all": failure} if failure else {}
-    return {"name": name, "commit": "abc", "ways": {} if failure else ways} | {
-        "failures": failures
-    }

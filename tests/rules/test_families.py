@@ -49,10 +49,3 @@ def test_every_family_is_read_and_every_read_family_is_there(tmp_path: Path) -> 
     assert asked(Path(autoamp.__file__).parent) == FAMILIES.keys()
     (tmp_path / "planted.py").write_text('family("misspelled", "noise")')
     assert asked(tmp_path) == {"misspelled", "noise"}
-
-
-def test_families_are_asked_alone_and_together() -> None:
-    assert "aten::rand_like" in family("noise")
-    assert family("noise", "factory") == family("noise") | family("factory")
-    with pytest.raises(KeyError, match="misspelled"):
-        family("misspelled")

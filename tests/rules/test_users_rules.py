@@ -249,14 +249,6 @@ def test_exported_programs_follow_too(name: str) -> None:
     assert torch.equal(result, under_autocast(model, X).float())
 
 
-def test_compare_runs_the_op_low() -> None:
-    options = {"precision": "bf16", "do_no_harm": False}
-    answer = autoamp.compare(Model(FOLLOWED["custom_op"]), X, options=options)
-    assert answer.autocast is not None
-    assert answer.errors.output == pytest.approx(answer.autocast.output)
-    assert answer.errors.output > 0
-
-
 def silu(dtype: torch.dtype | None, *, decorated: bool = True) -> Any:
     """A Function that computes what torch's SiLU does."""
 

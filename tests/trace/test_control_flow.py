@@ -15,9 +15,8 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 
 import autoamp
-from autoamp.errors import AutoampError, CaptureError
+from autoamp.errors import AutoampError
 from autoamp.pipeline import passes
-from autoamp.trace import lowering
 from tests.metrics import relative_error
 from tests.small_models import converted
 
@@ -343,20 +342,6 @@ def test_a_norm_that_does_not_train_writes_nothing() -> None:
     inputs = given()
     assert relative_error([model(*inputs)], [plain.eval()(*inputs)]) < 0.02
     assert ("body_0", "linear.default") in low_ops(model)
-
-
-def test_a_body_that_cannot_be_lowered_stays_fp32(monkeypatch) -> None:
-    def fail(*_: object) -> None:
-        raise CaptureError("planted")
-
-    monkeypatch.setattr(lowering, "body_inputs", fail)
-    model, plain = twins(Recurrent)
-    inputs = given()
-    converted(model)
-    expected = results(plain, inputs)
-    assert relative_error(results(model, inputs), expected) < 1e-6
-    assert low_ops(model) == []
-    assert reason(model, "while_loop").endswith("stays as it is: planted")
 
 
 def fail_in_bodies(monkeypatch) -> None:

@@ -124,37 +124,6 @@ def test_graphs_of_models_are_those_of_a_trace(name: str) -> None:
     assert_equal(case.model(), *args, **kwargs)
 
 
-class Stack(nn.Module):
-    """Layers alike, of which the first is traced."""
-
-    def __init__(self, layers: int = 3) -> None:
-        super().__init__()
-        make = nn.TransformerEncoderLayer
-        self.layers = nn.ModuleList(
-            make(16, 2, 32, batch_first=True) for _ in range(layers)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-@pytest.mark.thorough
-def test_layers_need_no_trace(monkeypatch) -> None:
-    traced: list[fx.Node] = []
-    inner = OpCache.dynamos_result
-
-    def dynamos_result(self: OpCache, call: Any, node: fx.Node, *of: Any) -> Any:
-        traced.append(node)
-        return inner(self, call, node, *of)
-
-    monkeypatch.setattr(OpCache, "dynamos_result", dynamos_result)
-    assert assert_equal(Stack(), torch.randn(2, 5, 16)) > 28
-    functions = {str(node.target).split()[1] for node in traced}
-    assert functions == {"multi_head_attention_forward"}  # which calls many ops
-
-
 def signs_of_zero(x: Tensor) -> Tensor:
     return (x * 0.0) / 1.0 + 1.0 / (x * -0.0) + 1.0 / (x * 0.0)
 
@@ -360,16 +329,6 @@ def test_a_function_that_keeps_a_state_is_traced_each_time(
     (_, (quick, *_)) = both(program, torch.randn(4, 8))[0]
     factors = [n.args[1] for n in quick.gm.graph.nodes if "mul" in str(n.target)]
     assert len(set(factors)) == 3
-
-
-def test_where_the_short_way_fails_the_long_one_is_taken(monkeypatch) -> None:
-    ((gm, inputs),) = captured(lambda x: (x + 1) * (x + 1), torch.randn(4, 8))
-
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("on purpose")
-
-    monkeypatch.setattr("autoamp.trace.op_cache.OpCache.learn", fail)
-    assert "aten.mul.Tensor" in str(normalise(gm, inputs).gm.graph)
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import autoamp
-from autoamp.compat import WRAP
-from autoamp.trace.normalise import fold_transforms
 
 
 class Mapped(nn.Module):
@@ -75,24 +72,3 @@ def test_a_transform_inside_a_model_is_captured(kind: type[Mapped]) -> None:
             torch.testing.assert_close(ours, theirs, rtol=0, atol=allowed)
     low = [row for row in autoamp.report(model).ops if row.precision == "bf16"]
     assert any("linear" in row.op for row in low)
-
-
-def test_a_graph_without_transforms_is_itself() -> None:
-    gm = fx.symbolic_trace(nn.Linear(2, 2))
-    assert fold_transforms(gm) is gm
-
-
-def test_two_transforms_are_two_calls() -> None:
-    seen: list[fx.GraphModule] = []
-
-    def keep(gm: fx.GraphModule, _: Any) -> Any:
-        seen.append(fold_transforms(gm))
-        return seen[0]
-
-    def twice(x: Tensor) -> Tensor:
-        return torch.vmap(torch.sin)(torch.vmap(torch.cos)(x) + 1)
-
-    x = torch.randn(3, 2)
-    torch.testing.assert_close(torch.compile(twice, backend=keep)(x), twice(x))
-    targets = [n.target for n in seen[0].graph.nodes]
-    assert targets.count(WRAP) == 2
