@@ -13,15 +13,11 @@ import torch
 from torch import nn
 
 import autoamp
+import autoamp_autoload
 from autoamp.auto.environment import read, remarks
-from autoamp.auto.mode import AutomaticMode
 from autoamp.messages import advice
-from autoamp.model.conversion import conversion_of
-from autoamp.model.eligible import choose_device_precision
 from autoamp.options import Options
 from autoamp.overflow.remedy import Remedy
-from autoamp.training import ledger
-from autoamp_heat import Heat
 
 PACKAGE = Path(autoamp.__file__).parent
 OPTIONS = [
@@ -109,47 +105,30 @@ def test_a_module_to_keep_is_named_in_a_rules_file(tmp_path) -> None:
     assert rules.resolve_rules(torch.bfloat16).keep == ("head.*",)
 
 
-def test_what_cannot_pay_says_how_to_convert_it_all_the_same() -> None:
-    by_variables = read({"AUTOAMP_PRECISION": "fp16"}).options
-    for options, spelled in (
-        (by_variables, "AUTOAMP_DO_NO_HARM=0"),
-        (Options(precision="fp16"), "do_no_harm=False"),
-    ):
-        low, why = choose_device_precision("cpu:plain", options)
-        assert low is None
-        assert spelled in why
-        assert ("do_no_harm=" in why) is not options.by_variables
-
-
+@pytest.mark.usefixtures("no_units", "nothing_asked_for", "off_again")
+@pytest.mark.parametrize(
+    ("variables", "spelled"),
+    [
+        ({}, "AUTOAMP_DO_NO_HARM=0"),
+        ({"AUTOAMP_DO_NO_HARM": "0"}, "AUTOAMP_LOSS_SCALE=1"),
+    ],
+)
 def test_a_model_met_by_the_automatic_mode_is_told_of_variables(
-    caplog, monkeypatch
+    variables: dict[str, str], spelled: str, caplog, monkeypatch
 ) -> None:
-    """The options reach the messages of the boundary, which knows no options."""
-
-    class Told(nn.Sequential):
-        pass
-
+    """Of what cannot pay; and of a scale that nobody lowers by a step."""
     caplog.set_level(logging.INFO, "autoamp")
-    settings = read({"AUTOAMP_PRECISION": "fp16", "AUTOAMP_DO_NO_HARM": "0"})
-    mode = AutomaticMode(settings, Heat())
-    model = Told(nn.Linear(8, 8), nn.ReLU())
-    call = nn.Module.__call__
-    mode.call(call, model, (torch.ones(2, 8),), {})
-    scaling = conversion_of(model).engine.record.scaling  # type: ignore[union-attr]
-    monkeypatch.setattr(ledger.BACKWARDS, "overflowed", lambda _: [FakeRun()])
-    ledger.lower_where_nobody_steps(scaling)
-    mode.revert_all()
-    assert "AUTOAMP_LOSS_SCALE=1" in caplog.text
-    assert "loss_scale=1," not in caplog.text
+    for name, value in {**ASKED, **variables}.items():
+        monkeypatch.setenv(name, value)
+    autoamp_autoload.autoload()
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    for _ in range(4):
+        (model(torch.ones(2, 8)).sum() * 1e30).backward()
+    assert spelled in caplog.text
+    assert NAMES_AN_OPTION.search(caplog.text) is None
 
 
-class FakeRun:
-    class backward_pass:
-        overflowed = False
-
-        @staticmethod
-        def note_move(_: torch.Tensor) -> None:
-            pass
+ASKED = {"AUTOAMP_ENABLE": "1", "AUTOAMP_PRECISION": "fp16", "AUTOAMP_HOT": "0"}
 
 
 def test_a_rule_is_proposed_as_variables() -> None:

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 
 import autoamp
-from autoamp.capture.record import tell_progress
-from autoamp.model.conversion import conversion_of
 from tests.processes import run_script
 
 MODEL = """
@@ -19,60 +17,38 @@ from torch import nn
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
 x = torch.randn(8, 64)
-"""
-
-TRAINS = """
-for _ in range(4):
-    model(x).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-model.eval()
-with torch.no_grad():
-    model(x)
-with torch.inference_mode():
-    model(x)
-"""
-
-OWN_AUTOCAST = """
 for _ in range(3):
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, OWN):
         loss = model(x).square().mean()
     loss.backward()
     optimizer.step()
+    optimizer.zero_grad()
+model.eval()
+for region in (torch.no_grad(), torch.inference_mode()):
+    with region, torch.autocast("cpu", torch.bfloat16, OWN):
+        model(x)
 """
 
 CONVERTS = {"AUTOAMP_PRECISION": "bf16", "AUTOAMP_DO_NO_HARM": "0"}
 
 
-@pytest.mark.thorough(but=["script2-variables2-1-left to the script's own autocast"])
+@pytest.mark.thorough(but=["OWN = True-variables2-1-left to the script's own autocast"])
 @pytest.mark.parametrize(
     ("script", "variables", "most", "text"),
     [
-        (TRAINS, CONVERTS, 3, "Sequential is converted to bf16"),
-        (TRAINS, {**CONVERTS, "AUTOAMP_BACKEND": "x"}, 1, "autoamp is off"),
-        (OWN_AUTOCAST, CONVERTS, 1, "left to the script's own autocast"),
+        ("OWN = False", CONVERTS, 3, "Sequential is converted to bf16"),
+        ("OWN = False", {**CONVERTS, "AUTOAMP_BACKEND": "x"}, 1, "autoamp is off"),
+        ("OWN = True", CONVERTS, 1, "left to the script's own autocast"),
     ],
 )
 def test_lines_on_stderr(
     script: str, variables: dict[str, str], most: int, text: str
 ) -> None:
-    done = run_script(MODEL + script, AUTOAMP_ENABLE="1", **variables)
+    done = run_script(script + MODEL, AUTOAMP_ENABLE="1", **variables)
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     assert 1 <= len(lines) <= most, done.stderr
     assert text in done.stderr
-
-
-def test_that_a_first_call_takes_long_is_said_once(caplog) -> None:
-    model = autoamp.convert(nn.Linear(2, 2), precision="bf16", do_no_harm=False)
-    model(torch.ones(1, 2))
-    caplog.set_level(logging.INFO, "autoamp")
-    state = conversion_of(model)
-    assert state is not None
-    assert state.engine is not None
-    for seconds in (2.0, 4.0, 2.0):
-        tell_progress(state.engine.record, seconds)
-    assert caplog.text.count("has taken") == 1
 
 
 def test_that_a_model_is_not_converted_is_said_of_each(caplog) -> None:

@@ -11,21 +11,16 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import autoamp
-from tests.small_models import BF16
+from tests.small_models import BF16, Of
 
 pytestmark = pytest.mark.usefixtures("off_again")
 
 X = torch.linspace(-1, 1, 5 * 24).reshape(5, 24)
 
 
-class LowRank(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.linspace(-1, 1, 4 * 24).reshape(4, 24))
-        self.b = nn.Linear(4, 24)
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight + self.b(self.a.t())
+def low_rank() -> nn.Module:
+    a = nn.Parameter(torch.linspace(-1, 1, 4 * 24).reshape(4, 24))
+    return Of(lambda m, weight: weight + m.b(m.a.t()), a=a, b=nn.Linear(4, 24))
 
 
 def layer(*kinds: str) -> nn.Linear:
@@ -33,7 +28,7 @@ def layer(*kinds: str) -> nn.Linear:
     made = nn.Linear(24, 24)
     for kind in kinds:
         if kind == "low rank":
-            parametrize.register_parametrization(made, "weight", LowRank())
+            parametrize.register_parametrization(made, "weight", low_rank())
         elif kind.endswith("norm"):
             getattr(parametrizations, kind)(made)
         else:

@@ -62,14 +62,7 @@ def by_a_method(model: Net) -> Tensor:
 
 
 def wrapped(model: Net) -> Tensor:
-    """As Accelerate does, whose wrapper of `forward` enters the region."""
-    if "forward" not in vars(model):
-        model.forward = torch.autocast(**REGION)(model.forward)  # type: ignore[method-assign]
-    return model(X)
-
-
-def wrapped_beyond_capture(model: Net) -> Tensor:
-    """As Accelerate does where Dynamo cannot go on inside the wrapper."""
+    """As Accelerate does, where Dynamo cannot go on inside the wrapper."""
     if "forward" not in vars(model):
         inner = model.forward
 
@@ -88,7 +81,6 @@ def wrapped_beyond_capture(model: Net) -> Tensor:
         (Net, in_a_region),
         (Net, by_a_method),
         (Net, wrapped),
-        (Net, wrapped_beyond_capture),
         (Inside, lambda model: model(X)),
     ],
 )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import collections
-import logging
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
+from tests.logs import warned
 from tests.quick import each_with_one
 from tests.small_models import BF16
 
@@ -22,89 +23,90 @@ CALLS = 26
 class Changing(nn.Module):
     """Computes in `net`, and keeps something of each call in `kept`."""
 
-    kept: Any
-
-    def __init__(self, kept: Any) -> None:
+    def __init__(self, keep: Keep, kept: Any) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
-        self.kept = kept
+        self.keep, self.kept = keep, kept
 
     def step(self, x: Tensor) -> Tensor:
-        loss = self.net(x).square().mean()
-        return self.keep(loss)
+        return self.keep(self, self.net(x).square().mean())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.step(x)
 
-    def keep(self, loss: Tensor) -> Tensor:
-        raise NotImplementedError
+
+Keep = Callable[[Changing, Tensor], Tensor]
 
 
-class Appends(Changing):
-    def keep(self, loss: Tensor) -> Tensor:
-        self.kept.append(loss.detach())
-        return loss
+def pair(keep: Keep, make: Callable[[], Any]) -> tuple[Changing, Changing]:
+    """A converted model, and one with its weights that is left as it is."""
+    model, plain = Changing(keep, make()), Changing(keep, make())
+    plain.load_state_dict(model.state_dict())
+    return autoamp.convert(model, **BF16), plain
 
 
-class AppendsNumbers(Changing):
-    def keep(self, loss: Tensor) -> Tensor:
-        self.kept.append(loss.item())
-        return loss
+def check_call(model: Changing, plain: Changing, name: str) -> None:
+    found, true = getattr(model, name)(X), getattr(plain, name)(X)
+    assert not torch.equal(found, true), "it was rounded"
+    torch.testing.assert_close(found, true, rtol=0.05, atol=0.05)
 
 
-class Adds(Changing):
-    def keep(self, loss: Tensor) -> Tensor:
-        self.kept += [loss.detach()]
-        return loss
+def appends(m: Changing, loss: Tensor) -> Tensor:
+    m.kept.append(loss.detach())
+    return loss
 
 
-class Keys(Changing):
-    def keep(self, loss: Tensor) -> Tensor:
-        self.kept[len(self.kept)] = loss.detach()
-        return loss
+def appends_numbers(m: Changing, loss: Tensor) -> Tensor:
+    m.kept.append(loss.item())
+    return loss
 
 
-class Fills(Changing):
-    def keep(self, loss: Tensor) -> Tensor:
-        self.kept.setdefault("losses", []).append(loss.detach())
-        return loss
+def adds(m: Changing, loss: Tensor) -> Tensor:
+    m.kept += [loss.detach()]
+    return loss
 
 
-class Nested(Changing):
-    def keep(self, loss: Tensor) -> Tensor:
-        self.kept.losses.append(loss.detach())
-        return loss
+def sets_keys(m: Changing, loss: Tensor) -> Tensor:
+    m.kept[len(m.kept)] = loss.detach()
+    return loss
 
 
-class Remembers(Changing):
-    def keep(self, loss: Tensor) -> Tensor:
-        self.kept.add(len(self.kept))
-        return loss
+def fills(m: Changing, loss: Tensor) -> Tensor:
+    m.kept.setdefault("losses", []).append(loss.detach())
+    return loss
 
 
-class Anneals(Changing):
-    def keep(self, loss: Tensor) -> Tensor:
-        self.kept = self.kept * 0.9
-        return loss * self.kept
+def nested(m: Changing, loss: Tensor) -> Tensor:
+    m.kept.losses.append(loss.detach())
+    return loss
 
 
-class Counts(Changing):
-    def keep(self, loss: Tensor) -> Tensor:
-        self.kept += 1
-        return loss * 2 if self.kept % 3 == 0 else loss
+def remembers(m: Changing, loss: Tensor) -> Tensor:
+    m.kept.add(len(m.kept))
+    return loss
+
+
+def anneals(m: Changing, loss: Tensor) -> Tensor:
+    m.kept = m.kept * 0.9
+    return loss * m.kept
+
+
+def counts(m: Changing, loss: Tensor) -> Tensor:
+    m.kept += 1
+    return loss * 2 if m.kept % 3 == 0 else loss
 
 
 CASES = [
-    (Appends, list),
-    (Appends, collections.deque),
-    (AppendsNumbers, list),
-    (Adds, list),
-    (Keys, dict),
-    (Fills, dict),
-    (Nested, lambda: types.SimpleNamespace(losses=[])),
-    (Remembers, set),
-    (Anneals, lambda: 1.0),
-    (Counts, lambda: 0),
+    (appends, list),
+    (appends, collections.deque),
+    (appends_numbers, list),
+    (adds, list),
+    (sets_keys, dict),
+    (fills, dict),
+    (nested, lambda: types.SimpleNamespace(losses=[])),
+    (remembers, set),
+    (anneals, lambda: 1.0),
+    (counts, lambda: 0),
 ]
 
 CALLED = ["step", "forward"]
@@ -121,17 +123,12 @@ def size(kept: Any) -> Any:
 @pytest.mark.thorough
 @pytest.mark.parametrize(("case", "name"), each_with_one(CASES, CALLED))
 def test_every_call_stays_low_and_graphs_are_not_made_for_each(
-    case: tuple[type[Changing], Any], name: str, caplog
+    case: tuple[Keep, Any], name: str, caplog
 ) -> None:
-    kind, make = case
-    model, plain = kind(make()), kind(make())
-    plain.load_state_dict(model.state_dict())
-    autoamp.convert(model, **BF16)
+    model, plain = pair(*case)
     graphs = []
     for _ in range(CALLS):
-        found, true = getattr(model, name)(X), getattr(plain, name)(X)
-        assert not torch.equal(found, true), "it was rounded"
-        torch.testing.assert_close(found, true, rtol=0.05, atol=0.05)
+        check_call(model, plain, name)
         graphs.append(len(autoamp.report(model).graphs))
     assert size(model.kept) == size(plain.kept)
     assert graphs[-1] == graphs[CALLS // 2]
@@ -140,23 +137,21 @@ def test_every_call_stays_low_and_graphs_are_not_made_for_each(
     assert all(
         row.is_low for row in autoamp.report(model).ops if "linear" in str(row.op)
     )
-    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
-
-
-class Settles(Changing):
-    """Makes something at its first call, and turns a switch at every call."""
-
-    is_odd = False
-
-    def keep(self, loss: Tensor) -> Tensor:
-        if self.kept is None:
-            self.kept = [loss.detach()]
-        self.is_odd = not self.is_odd
-        return loss
+    assert not warned(caplog)
 
 
 def test_what_settles_stays_one_graph() -> None:
-    model = autoamp.convert(Settles(None), **BF16)
+    """It makes something at its first call, and turns a switch at every call."""
+
+    def settles(m: Any, loss: Tensor) -> Tensor:
+        if m.kept is None:
+            m.kept = [loss.detach()]
+        m.is_odd = not m.is_odd
+        return loss
+
+    model: Any = Changing(settles, None)
+    model.is_odd = False
+    autoamp.convert(model, **BF16)
     for _ in range(CALLS):
         model(X)
     report = autoamp.report(model)
@@ -166,18 +161,16 @@ def test_what_settles_stays_one_graph() -> None:
 
 @pytest.mark.thorough
 def test_the_report_names_what_is_left_to_python() -> None:
-    model = autoamp.convert(Appends([]), **BF16)
+    model = autoamp.convert(Changing(appends, []), **BF16)
     for _ in range(CALLS):
         model(X)
     said = [what for what, why in autoamp.report(model).skipped if "grows" in why]
-    assert {what.rpartition(" ")[2] for what in said} == {"forward", "step", "keep"}
+    assert {what.rpartition(" ")[2] for what in said} == {"forward", "step", "appends"}
 
 
-class Scaled(Changing):
+def scaled(m: Changing, loss: Tensor) -> Tensor:
     """Computes with what the user keeps in the model between calls."""
-
-    def keep(self, loss: Tensor) -> Tensor:
-        return loss * (self.kept if isinstance(self.kept, float) else len(self.kept))
+    return loss * (m.kept if isinstance(m.kept, float) else len(m.kept))
 
 
 def changed_outside(model: Changing, call: int) -> None:
@@ -190,15 +183,11 @@ def changed_outside(model: Changing, call: int) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(("make", "name"), each_with_one([float, dict], CALLED))
 def test_past_the_recompile_limit_modules_stay_low(make: Any, name: str) -> None:
-    model, plain = Scaled(make()), Scaled(make())
-    plain.load_state_dict(model.state_dict())
-    autoamp.convert(model, **BF16)
+    model, plain = pair(scaled, make)
     for call in range(CALLS):
         changed_outside(model, call)
         changed_outside(plain, call)
-        found, true = getattr(model, name)(X), getattr(plain, name)(X)
-        assert not torch.equal(found, true), "it was rounded"
-        torch.testing.assert_close(found, true, rtol=0.05, atol=0.05)
+        check_call(model, plain, name)
     report = autoamp.report(model)
     assert (report.coverage.calls, report.coverage.calls_aside) == (CALLS, 0)
     assert report.coverage.low_flops == report.coverage.flops > 0

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from tests.quick import each_with_one
-from tests.small_models import converted
+from tests.small_models import Of, converted
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -109,6 +110,12 @@ def reason_of(model: nn.Module) -> str:
     return reason
 
 
+PRODUCT = function(BODIES["product"], CPU_FWD(cast_inputs=BF16))
+PLAIN = function(BODIES["product"], lambda forward: forward, lambda backward: backward)
+"""The same without `custom_fwd`."""
+
+Called = Callable[[Any, Tensor], Any]
+
 CASTS = itertools.product([BF16, FP16, FP32, None], BODIES)
 
 
@@ -127,7 +134,13 @@ def test_results_and_gradients_are_autocasts(
     # After fp16 results autocast goes on in fp16, and autoamp in fp32; an operand that
     # nobody casts is as wide in the body as it is in the model.
     exact = run(Model(applied), grad=grad)
-    for mine, its, true in zip(found, expected, exact, strict=True):
+    check_no_further_off(found, expected, exact)
+
+
+def check_no_further_off(
+    found: list[Tensor], autocasts: list[Tensor], exact: list[Tensor]
+) -> None:
+    for mine, its, true in zip(found, autocasts, exact, strict=True):
         assert error(mine, true) <= 1.1 * error(its, true)
 
 
@@ -136,12 +149,10 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 
 def test_the_report_says_so() -> None:
-    applied = function(BODIES["product"], CPU_FWD(cast_inputs=BF16))
-    model = converted(Model(applied))
-    plain = run(Model(applied))
+    model = converted(Model(PRODUCT))
     found = run(model)
     assert found[0].dtype == FP32
-    assert not torch.equal(found[0], plain[0])
+    assert not torch.equal(found[0], run(Model(PRODUCT))[0])
     assert "runs as under autocast" in reason_of(model)
     assert "bf16" in reason_of(model)
 
@@ -150,25 +161,10 @@ def test_the_older_decorator_counts_on_its_own_device_alone() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         old = torch.cuda.amp.custom_fwd(cast_inputs=FP32)
-        old_backward = torch.cuda.amp.custom_bwd
-        applied = function(BODIES["product"], old, old_backward)
+        applied = function(BODIES["product"], old, torch.cuda.amp.custom_bwd)
     found, expected = run(converted(Model(applied))), by_autocast(Model(applied))
     assert torch.equal(found[0], expected[0])
-    exact = run(Model(applied))
-    for mine, its, true in zip(found, expected, exact, strict=True):
-        assert error(mine, true) <= 1.1 * error(its, true)
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_models_own_region_goes_first(enabled: bool) -> None:
-    class Within(Model):
-        def called(self, x: Tensor) -> Any:
-            with torch.autocast("cpu", dtype=BF16, enabled=enabled):
-                y, total = super().called(x.float())
-            return y.float(), total.float()
-
-    applied = function(BODIES["product"], CPU_FWD(cast_inputs=BF16))
-    assert same(run(converted(Within(applied))), by_autocast(Within(applied)))
+    check_no_further_off(found, expected, run(Model(applied)))
 
 
 @pytest.mark.thorough
@@ -182,24 +178,13 @@ def test_a_region_in_code_left_to_python_goes_first_too() -> None:
         def within(self, x: Tensor) -> Any:
             return super().called(x)
 
-    applied = function(BODIES["product"], CPU_FWD(cast_inputs=BF16))
-    plain = function(BODIES["product"], lambda forward: forward, lambda bwd: bwd)
-    assert same(run(converted(Broken(applied))), run(converted(Broken(plain))))
-
-
-class Inner(nn.Module):
-    def __init__(self, applied: Any) -> None:
-        super().__init__()
-        self.applied = applied
-
-    def forward(self, *args: Any) -> Any:
-        return self.applied.apply(*args)
+    assert same(run(converted(Broken(PRODUCT))), run(converted(Broken(PLAIN))))
 
 
 class Nested(Model):
     def __init__(self, applied: Any) -> None:
         super().__init__(applied)
-        self.inner = Inner(applied)
+        self.inner = Of(lambda m, *args: applied.apply(*args))
 
     def called(self, x: Tensor) -> Any:
         return self.inner(x, self.weight, 2.0)
@@ -208,45 +193,8 @@ class Nested(Model):
 @pytest.mark.thorough(but=["['*']"])
 @pytest.mark.parametrize("keep", [["inner"], ["*"]], ids=str)
 def test_the_users_own_word_goes_first(keep: list[str]) -> None:
-    applied = function(BODIES["product"], CPU_FWD(cast_inputs=BF16))
-    plain = function(BODIES["product"], lambda forward: forward, lambda bwd: bwd)
-    found = run(converted(Nested(applied), keep=keep))
-    assert same(found, run(converted(Nested(plain), keep=keep)))
-
-
-def test_a_module_called_in_a_method_is_kept() -> None:
-    class Method(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
-
-        def encode(self, x: Tensor) -> Tensor:
-            result: Tensor = self.inner(x)
-            return result
-
-        def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = self.last(self.encode(x))
-            return result
-
-    model = converted(Method(), keep=["inner"])
-    run(model)
-    rows = autoamp.report(model).ops
-    assert [row.precision for row in rows] == ["fp32", "bf16"]
-
-
-@pytest.mark.thorough(but=["False"])
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_in_a_checkpointed_region(reentrant: bool) -> None:
-    class Checkpointed(Model):
-        def called(self, x: Tensor) -> Any:
-            return checkpoint(super().called, x, use_reentrant=reentrant)
-
-    applied = function(BODIES["several ops"], CPU_FWD(cast_inputs=BF16))
-    found = run(converted(Checkpointed(applied), strict=False))
-    exact = run(Model(applied))
-    expected = by_autocast(Checkpointed(applied))
-    for mine, its, true in zip(found, expected, exact, strict=True):
-        assert error(mine, true) <= 1.1 * error(its, true)
+    found = run(converted(Nested(PRODUCT), keep=keep))
+    assert same(found, run(converted(Nested(PLAIN), keep=keep)))
 
 
 def test_a_function_that_fails_low_stays_fp32() -> None:
@@ -260,42 +208,58 @@ def test_a_function_that_fails_low_stays_fp32() -> None:
     assert "stays fp32" in reason_of(model)
 
 
-def test_half_operands_are_the_models_own() -> None:
-    class Half(Model):
-        def called(self, x: Tensor) -> Any:
-            y, total = self.function.apply(x.bfloat16(), self.weight.bfloat16(), 2.0)
-            assert y.dtype == BF16
-            return y.float(), total.float()
+def within(enabled: bool) -> Called:
+    """In a region of the model's own, which goes first."""
 
-    applied = function(BODIES["product"], CPU_FWD(cast_inputs=BF16))
-    assert same(run(converted(Half(applied))), by_autocast(Half(applied)))
+    def called(m: Any, x: Tensor) -> Any:
+        with torch.autocast("cpu", dtype=BF16, enabled=enabled):
+            y, total = m.function.apply(x.float(), m.weight, 2.0)
+        return y.float(), total.float()
 
-
-def test_results_may_be_written_to() -> None:
-    class Writes(Model):
-        def called(self, x: Tensor) -> Any:
-            y, total = super().called(x)
-            return y.add_(1), total.mul_(2)
-
-    applied = function(BODIES["product"], CPU_FWD(cast_inputs=BF16))
-    found = run(converted(Writes(applied)), grad=False)
-    expected = by_autocast(Writes(applied), grad=False)
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    return called
 
 
-@pytest.mark.thorough
-def test_one_operand_given_twice() -> None:
-    class Twice(Model):
-        def called(self, x: Tensor) -> Any:
-            return self.function.apply(self.weight, self.weight, 2.0)
+def of_half_operands(m: Any, x: Tensor) -> Any:
+    y, total = m.function.apply(x.bfloat16(), m.weight.bfloat16(), 2.0)
+    assert y.dtype == BF16
+    return y.float(), total.float()
 
-        def forward(self, x: Tensor) -> Tensor:
-            y, _ = self.called(x)
-            result: Tensor = self.last(self.first(x) + y[:16])
-            return result
 
-    applied = function(BODIES["product"], CPU_FWD(cast_inputs=BF16))
-    run(converted(Twice(applied), strict=False))
+def checkpointed(m: Any, x: Tensor) -> Any:
+    return checkpoint(Model.called, m, x, use_reentrant=False)
+
+
+def checkpointed_by_reentry(m: Any, x: Tensor) -> Any:
+    return checkpoint(Model.called, m, x, use_reentrant=True)
+
+
+def written_to(m: Any, x: Tensor) -> Any:
+    y, total = m.function.apply(x, m.weight, 2.0)
+    return y.add_(1), total.mul_(2)
+
+
+def given_twice(m: Any, x: Tensor) -> Any:
+    y, total = m.function.apply(m.weight, m.weight, 2.0)
+    return x + y[:16], total[:16]
+
+
+EXACT = [within(True), within(False), of_half_operands]
+CLOSE = [checkpointed, checkpointed_by_reentry, written_to, given_twice]
+
+
+@pytest.mark.thorough(but=["of_half_operands", "checkpointed"])
+@pytest.mark.parametrize("called", EXACT + CLOSE, ids=lambda called: called.__name__)
+def test_it_is_autocasts_wherever_it_is_called(called: Called) -> None:
+    """To the bit, or no further off."""
+
+    def model() -> nn.Module:
+        return type("Calls", (Model,), {"called": called})(PRODUCT)
+
+    grad = called is not written_to
+    found = run(converted(model(), strict=False), grad=grad)
+    expected = by_autocast(model(), grad=grad)
+    assert same(found, expected) or called in CLOSE
+    check_no_further_off(found, expected, run(model(), grad=grad))
 
 
 def test_gradients_in_fp16() -> None:
@@ -307,11 +271,10 @@ def test_gradients_in_fp16() -> None:
 
 
 def test_questions_can_be_asked() -> None:
-    applied = function(BODIES["product"], CPU_FWD(cast_inputs=BF16))
     options = {"precision": "bf16", "do_no_harm": False}
-    answer = autoamp.compare(Model(applied), X, options=options)
+    answer = autoamp.compare(Model(PRODUCT), X, options=options)
     assert answer.errors.output > 0
-    assert autoamp.explain(Model(applied), X, options=options) is not None
+    assert autoamp.explain(Model(PRODUCT), X, options=options) is not None
 
 
 def test_a_function_with_a_setup_context() -> None:
@@ -338,8 +301,6 @@ def test_a_function_with_a_setup_context() -> None:
 
 
 def test_dynamo_is_left_as_it_was() -> None:
-    from torch._dynamo.variables.misc import AutogradFunctionVariable
-
     before = AutogradFunctionVariable.call_apply
-    run(converted(Model(function(BODIES["product"], CPU_FWD(cast_inputs=BF16)))))
+    run(converted(Model(PRODUCT)))
     assert AutogradFunctionVariable.call_apply is before

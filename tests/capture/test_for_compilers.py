@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 
 import autoamp
-from autoamp.rewrite.for_compilers import for_compilers
 from autoamp.weights.sentinels import copies_of
 from benchmarks.compiled import inductors_count
 from tests.small_models import BF16, Of
 
-CAST = torch.ops.aten._to_copy.default
 ROWS, CLASSES = 64, 500
 
 
@@ -30,70 +27,12 @@ def classifier() -> nn.Module:
     return Of(logits_and_loss, head=nn.Linear(16, CLASSES))
 
 
-def graph() -> tuple[fx.GraphModule, list[Tensor]]:
-    """A rewritten graph whose fp32 result is read inside, and its inputs."""
-    seen: list[tuple[Tensor, ...]] = []
-
-    def kept(gm: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
-        def run(*args: Tensor) -> Any:
-            seen.append(args)
-            return gm(*args)
-
-        return run
-
-    converted = autoamp.convert(classifier(), **BF16, backend=kept)
-    converted(torch.randn(ROWS, 16))
-    (found,) = autoamp.report(converted).graphs
-    return found, [t.detach() for t in seen[0]]
-
-
-def casts_up(gm: fx.GraphModule) -> list[fx.Node]:
-    return [
-        node
-        for node in gm.graph.find_nodes(op="call_function", target=CAST)
-        if node.kwargs["dtype"] == torch.float32
-    ]
-
-
-def test_a_result_that_is_read_inside_has_a_cast_of_its_own_for_inductor() -> None:
-    gm, inputs = graph()
-    assert len(casts_up(gm)) == 1
-    assert for_compilers(gm) is gm
-    made = for_compilers(gm, inductor=True)
-    assert len(casts_up(gm)) == 1
-    assert len(casts_up(made)) == 2
-    read, result = casts_up(made)
-    (output,) = made.graph.find_nodes(op="output")
-    assert output not in read.users
-    (numbers,) = result.users
-    (use,) = numbers.users
-    assert use.args == (read, numbers)
-    assert list(use.users) == [output]
-    for one, other in zip(seen_of(made, inputs), seen_of(gm, inputs), strict=True):
-        assert torch.equal(one, other)
-
-
-def seen_of(gm: fx.GraphModule, inputs: list[Tensor]) -> list[Tensor]:
-    """Results, and gradients to which both the result and its reader contribute."""
-    given = [t.clone().requires_grad_(t.dtype == torch.float32) for t in inputs]
-    logits, loss = gm(*given)
-    (loss + (logits * torch.linspace(-1, 1, CLASSES)).sum()).backward()
-    grads = [t.grad for t in given if t.grad is not None]
-    assert grads
-    return [logits, loss, *grads]
-
-
-def test_a_result_that_nothing_else_reads_is_left() -> None:
-    gm, _ = graph()
-    (cast,) = casts_up(gm)
-    (output,) = gm.graph.find_nodes(op="output")
-    for user in [user for user in cast.users if user is not output]:
-        user.replace_input_with(cast, gm.graph.find_nodes(op="placeholder")[0])
-    assert len(casts_up(for_compilers(gm, inductor=True))) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"loss_scale": 8.0}], ids=["plain", "scaled"])
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"loss_scale": 8.0}, marks=pytest.mark.slow)],
+    ids=["plain", "scaled"],
+)
 def test_the_kernels_of_the_loss_read_16_bits(options: dict[str, float]) -> None:
     """Beside autocast the result is written in fp32, and its gradient read."""
     x = torch.randn(ROWS, 16)
@@ -134,18 +73,6 @@ def test_recurrent_layers_are_left_out_of_graphs_for_compilers(
     report = autoamp.report(ours)
     assert [row.op for row in report.ops if row.is_low] == ["aten::linear.default"]
     assert any("rnn.py" in place for place, _ in report.skipped)
-
-
-@pytest.mark.slow
-def test_inductor_trains_with_a_cpp_wrapper() -> None:
-    model = nn.Linear(8, 4)
-    compiled = autoamp.convert(copy.deepcopy(model), **BF16, backend="inductor")
-    eager = autoamp.convert(copy.deepcopy(model), **BF16)
-    x = torch.randn(3, 8)
-    with torch._inductor.config.patch(cpp_wrapper=True):
-        for each in (compiled, eager):
-            each(x).square().sum().backward()
-    assert torch.allclose(compiled.weight.grad, eager.weight.grad, rtol=2**-7)
 
 
 @pytest.mark.slow

@@ -80,21 +80,16 @@ def test_what_a_hook_gives_is_what_goes_on() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_copy_and_its_original_have_hooks_of_their_own(precision: str) -> None:
-    first = model(precision)
+def test_a_copy_and_its_original_have_hooks_of_their_own() -> None:
+    first = model("bf16")
     step(first)
     second = copy.deepcopy(first)
-    step(second)
     seen: list[str] = []
     second[1].register_forward_pre_hook(lambda *_: seen.append("second"))
     step(first)
     assert seen == []
     step(second)
-    assert seen == ["second"]
-    third = copy.deepcopy(second)
-    step(third)
-    step(first)
+    step(copy.deepcopy(second))
     assert seen == ["second"] * 2
 
 
@@ -127,23 +122,16 @@ def test_a_hook_on_a_tensor_captures_nothing_anew() -> None:
     assert len(autoamp.report(converted).graphs) == 1
 
 
-class Doubling(nn.Linear):
-    """A layer with a hook from the beginning."""
-
-    def __init__(self) -> None:
-        super().__init__(8, 8)
-        self.handle = self.register_forward_hook(lambda _, __, out: out * 2)
-
-
 def test_a_module_with_a_hook_is_put_in_the_place_of_one_without() -> None:
-    other = Doubling()
+    other = nn.Linear(8, 8)
+    handle = other.register_forward_hook(lambda _, __, out: out * 2)
     converted = model("bf16")
     converted(X)
     converted[1] = other
     with torch.no_grad():
         once = other.forward(converted[0](X))
         assert torch.allclose(converted(X), 2 * once, atol=CLOSE)
-        other.handle.remove()
+        handle.remove()
         assert torch.allclose(converted(X), once, atol=CLOSE)
 
 
@@ -163,13 +151,3 @@ def test_a_hook_on_all_modules_is_called_too() -> None:
         everywhere.clear()
         converted(X)
         assert everywhere == []
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit.script
-def test_modules_are_those_torch_lists_in_its_order() -> None:
-    shared = nn.Linear(2, 2)
-    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
-    inner = nn.Sequential(nn.ReLU(), shared, scripted)
-    inner.register_module("nothing", None)
-    model = nn.ModuleList([nn.Sequential(shared, inner), inner, shared])
-    assert list(map(id, compat.modules_of(model))) == list(map(id, model.modules()))

@@ -107,30 +107,6 @@ def test_a_state_given_by_the_caller_is_used() -> None:
     assert "aten::gru.data" in low_ops(ours)
 
 
-@pytest.mark.thorough
-def test_dynamo_sees_them_as_ever_elsewhere() -> None:
-    """What lets our captures pass through them is undone with each."""
-    model = Reader(nn.GRU)
-    ours = autoamp.convert(copy.deepcopy(model), precision="bf16", do_no_harm=False)
-    kernels = torch.ops.aten.gru.data.py_kernels
-    before = dict(kernels)
-    ours(*batch(0))
-    assert kernels == before
-
-
-_aot: Any = torch._dynamo.lookup_backend("aot_eager")
-
-
-@pytest.mark.thorough
-def test_a_compiler_is_not_given_them() -> None:
-    model = Reader(nn.GRU)
-    options = {"precision": "bf16", "do_no_harm": False, "backend": _aot}
-    ours = autoamp.convert(copy.deepcopy(model), **options)
-    given = batch(0, most=6)
-    torch.testing.assert_close(ours(*given), model(*given), rtol=0.05, atol=0.05)
-    assert "aten::gru.data" not in low_ops(ours)
-
-
 PACKED = itertools.product(
     ["gru", "lstm"],
     [(6, 6, 6), (6, 4, 1)],

@@ -107,13 +107,6 @@ def seed() -> None:
     random.seed(0)
 
 
-def python_calls(call: Callable[[], Any]) -> int:
-    """How many points a call has at which an error can be planted."""
-    planted = Planted(sys.maxsize, StopError)
-    called_with(planted, call)
-    return sys.maxsize - planted.left
-
-
 def check(at: int, error: type[BaseException], warm: bool) -> str:
     """Plants an error in the first call, or in a later call that captures anew."""
     torch._dynamo.reset()
@@ -143,26 +136,15 @@ def check(at: int, error: type[BaseException], warm: bool) -> str:
 
 
 # An error planted in the callback of a weak reference is only told of.
-TOLD = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-@pytest.mark.thorough(but=["StopError-False"])
-@TOLD
-@pytest.mark.parametrize("warm", [False, True])
-@pytest.mark.parametrize(
-    "error", [StopError, pytest.param(KeyboardInterrupt, marks=pytest.mark.slow)]
-)
-def test_an_error_in_a_capture_leaves_the_process_as_it_was(error, warm) -> None:
-    reached = [check(at, error, warm) for at in points_of(warm, 4)]
-    assert sum(map(bool, reached)) > len(reached) / 2
-
-
-@TOLD
-@pytest.mark.slow
-@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.thorough(but=["4-False-StopError"])
 @pytest.mark.parametrize("error", [StopError, KeyboardInterrupt])
-def test_many_errors_in_a_capture(error, warm) -> None:
-    reached = [check(at, error, warm) for at in points_of(warm, 150)]
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("points", [4, pytest.param(150, marks=pytest.mark.slow)])
+def test_an_error_in_a_capture_leaves_the_process_as_it_was(
+    points: int, warm: bool, error: type[BaseException]
+) -> None:
+    reached = [check(at, error, warm) for at in points_of(warm, points)]
     assert sum(map(bool, reached)) > len(reached) / 2
 
 
@@ -172,7 +154,9 @@ def points_of(warm: bool, count: int) -> list[int]:
     model = autoamp.convert(Regions(), **BF16)
     if warm:
         model(torch.randn(3, 2, WIDTH))
-    every = python_calls(lambda: model(torch.randn(4, WIDTH)))
+    planted = Planted(sys.maxsize, StopError)
+    called_with(planted, lambda: model(torch.randn(4, WIDTH)))
+    every = sys.maxsize - planted.left
     chosen = random.Random(0)
     even = [chosen.randrange(1, every) for _ in range(count // 2)]
     early = [round(every ** chosen.random()) for _ in range(count - len(even))]

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autoamp
 from autoamp.compat.layers import recurrent_results
+from tests.small_models import BF16, Of
 
 LAYERS = {
     "gru": (nn.GRU, {}),
@@ -50,6 +51,7 @@ def test_results_are_those_of_torchs_own_kernels(
     name: str, depth: int, bidirectional: bool, batch_first: bool
 ) -> None:
     kind, more = LAYERS[name]
+    before = dict(torch.ops.aten.gru.input.py_kernels)
     shape = {"batch_first": batch_first, "bidirectional": bidirectional}
 
     def layer(dtype: torch.dtype) -> nn.Module:
@@ -64,29 +66,9 @@ def test_results_are_those_of_torchs_own_kernels(
                 assert told(faked(x)) == expected
             with recurrent_results(), torch.no_grad():
                 found = told(faked(x))
+            assert dict(torch.ops.aten.gru.input.py_kernels) == before
             assert [row[:-1] for row in found] == [row[:-1] for row in expected]
             assert not any(row[-1] for row in found)
-
-
-def test_a_layer_of_several_dtypes_is_refused() -> None:
-    """As torch's kernels refuse it, so that `verify` sees what is wrong."""
-    with FakeTensorMode(), enable_python_dispatcher(), recurrent_results():
-        layer = nn.GRU(5, 4)
-        state = torch.zeros(1, 2, 4)
-        weights = [p.to(torch.bfloat16) for p in layer.parameters()]
-        options = (True, 1, 0.0, True, False, False)
-        with pytest.raises(RuntimeError, match="bfloat16"):
-            torch.ops.aten.gru.input(torch.randn(3, 2, 5), state, weights, *options)
-
-
-class Series(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
-        super().__init__()
-        self.rnn = kind(8, 16, num_layers=2, batch_first=True)
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.rnn(x)[0])
 
 
 @pytest.mark.thorough
@@ -107,15 +89,13 @@ def test_a_capture_makes_no_operation_of_a_step(
     for steps in (2, 3, 300):  # the first time more is to be done
         torch._dynamo.reset()
         made.clear()
-        model = autoamp.convert(Series(kind), precision="bf16", do_no_harm=False)
+        model = Of(
+            lambda m, x: m.head(m.rnn(x)[0]),
+            rnn=kind(8, 16, num_layers=2, batch_first=True),
+            head=nn.Linear(16, 4),
+        )
+        autoamp.convert(model, **BF16)
         model(torch.randn(2, steps, 8))
         assert autoamp.report(model).runs == 1
         counts.append(len(made))
     assert counts[1] == counts[2]
-
-
-def test_kernels_are_put_back() -> None:
-    before = dict(torch.ops.aten.gru.input.py_kernels)
-    with recurrent_results():
-        assert torch.ops.aten.gru.input.py_kernels != before
-    assert torch.ops.aten.gru.input.py_kernels == before

@@ -27,18 +27,14 @@ def crossing(depth: int) -> None:
         leaf()
 
 
-def faults() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-
 def crossings() -> int:
     """Page faults of calls at every depth."""
     for depth in DEPTHS:
         crossing(depth)
-    before = faults()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for depth in DEPTHS:
         crossing(depth)
-    return faults() - before
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
 PROGRAM = """

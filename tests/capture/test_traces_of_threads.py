@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoamp
 from autoamp.compat import frames
+from tests.small_models import BF16
 
-BF16: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 LIMIT = 60.0
 
 
@@ -50,13 +49,3 @@ def test_a_call_waits_for_the_trace_and_runs_its_graph() -> None:
     assert torch.equal(found[0], wanted)
     report = autoamp.report(model)
     assert (report.runs, report.skipped) == (2, [])
-
-
-def test_a_trace_of_the_caller_s_own_gets_the_model_s_code() -> None:
-    torch._dynamo.reset()
-    model, x = autoamp.convert(nn.Linear(8, 8).eval(), **BF16), torch.randn(4, 8)
-    model(x)
-    traced = make_fx(model)(x)
-    torch.testing.assert_close(traced(x), nn.Linear.forward(model, x))
-    ((_, why),) = autoamp.report(model).skipped
-    assert "torch.fx has traced it" in why

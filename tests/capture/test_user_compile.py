@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch._dynamo.backends.registry import lookup_backend
 
 import autoamp
 from tests.metrics import relative_error
-from tests.small_models import BF16, WIDTH, mlp
+from tests.small_models import BF16, WIDTH, Of, mlp
 
 CLOSE = 2.0**-6
 """bf16 keeps 8 bits, and a few roundings follow each other."""
@@ -37,18 +38,6 @@ class Seen:
             for gm in self.graphs
             for node in gm.graph.nodes
         )
-
-
-class Outer(nn.Module):
-    """Calls another module, with arithmetic of its own round it."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.inner(x * self.scale).square()
 
 
 @pytest.fixture
@@ -91,29 +80,17 @@ WAYS = [whole, in_place, function, decorated]
 @pytest.mark.usefixtures("automatic")
 def test_automatic_mode(way: Callable[..., Any], x: Tensor) -> None:
     model, seen = mlp(), Seen("aot_eager")
+    compiled, plain = way(model, seen), copy.deepcopy(model)
     with autoamp.disabled():
-        exact = nn.Sequential.forward(model, x)
+        exact = nn.Sequential.forward(plain, x)
     exact.sum().backward()
-    wanted = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    compiled = way(model, seen)
-    for _ in range(2):
-        y = compiled(x)
-        assert rounded(y, exact)
+    assert rounded(compiled(x), exact)
+    y = compiled(x)
+    assert rounded(y, exact)
     assert seen.low_products() == 2
     y.sum().backward()
-    assert relative_error([p.grad for p in model.parameters()], wanted) < CLOSE
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_what_is_compiled_after_disable_is_plain(
-    way: Callable[..., Any], x: Tensor
-) -> None:
-    model, seen = mlp(), Seen()
-    autoamp.enable(**BF16)
-    autoamp.disable()
-    exact = nn.Sequential.forward(model, x)
-    assert torch.equal(way(model, seen)(x), exact)
+    grads = [[p.grad for p in each.parameters()] for each in (model, plain)]
+    assert relative_error(*grads) < CLOSE
 
 
 @pytest.mark.thorough(but=["whole", "decorated"])
@@ -136,7 +113,8 @@ def test_converted_model(way: Callable[..., Any], x: Tensor) -> None:
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_converted_module_inside(x: Tensor) -> None:
-    model, seen = Outer(mlp()), Seen("aot_eager")
+    scale, seen = nn.Parameter(torch.ones(WIDTH)), Seen("aot_eager")
+    model = Of(lambda m, x: m.inner(x * m.scale).square(), inner=mlp(), scale=scale)
     exact = model(x)
     exact.sum().backward()
     wanted = [p.grad for p in model.parameters()]
@@ -196,11 +174,10 @@ def test_an_autocast_region_in_a_function_is_left_to_it(x: Tensor) -> None:
 
 @pytest.mark.thorough(but=["0"])
 @pytest.mark.parametrize("calls_before", [0, 2])
-def test_dynamo_explains_the_models_own_code(calls_before: int) -> None:
-    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-    x = torch.randn(4, 16)
+def test_dynamo_explains_the_models_own_code(calls_before: int, x: Tensor) -> None:
+    model = mlp()
     plain = torch._dynamo.explain(model)(x)
-    autoamp.convert(model, precision="bf16", do_no_harm=False)
+    autoamp.convert(model, **BF16)
     for _ in range(calls_before):
         model(x)
     found = torch._dynamo.explain(model)(x)
@@ -212,17 +189,15 @@ def test_dynamo_explains_the_models_own_code(calls_before: int) -> None:
     assert autoamp.report(model).runs == calls_before + 1
 
 
-def test_a_backend_may_read_why_a_graph_ends() -> None:
+def test_a_backend_may_read_why_a_graph_ends(x: Tensor) -> None:
     seen = []
 
     def backend(gm: torch.fx.GraphModule, inputs: list[object]) -> object:
         seen.append(gm.compile_subgraph_reason.graph_break)
         return gm.forward
 
-    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-    options = {"precision": "bf16", "do_no_harm": False}
-    autoamp.convert(model, backend=backend, **options)
+    model = autoamp.convert(mlp(), backend=backend, **BF16)
     with torch.no_grad():
-        model(torch.randn(4, 16))
+        model(x)
     assert seen == [False]
     assert autoamp.report(model).runs == 1

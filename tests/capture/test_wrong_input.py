@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autoamp
-from tests.small_models import BF16
+from tests.small_models import BF16, Of
 
 pytestmark = pytest.mark.usefixtures("off_again")
 
@@ -125,15 +125,9 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
 ROWS = torch.arange(8)
 
 
-class Refused(nn.Module):
+def refused(call: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
     """One call of the result of a product and an integer tensor."""
-
-    def __init__(self, call: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.body, self.call = nn.Linear(8, 8), call
-
-    def forward(self, x: Tensor, i: Tensor) -> Tensor:
-        return self.call(self.body(x), i)
+    return Of(lambda m, x, i: call(m.body(x), i), body=nn.Linear(8, 8))
 
 
 @pytest.mark.thorough(
@@ -148,22 +142,17 @@ class Refused(nn.Module):
 def test_an_error_about_integers_names_the_dtypes_of_the_model(name: str) -> None:
     call, integers = REFUSED[name]
     args = torch.ones(8, 8), integers
-    expected = error_of(Refused(call), args, {})
-    found = error_of(autoamp.convert(Refused(call), **BF16), args, {})
+    expected = error_of(refused(call), args, {})
+    found = error_of(autoamp.convert(refused(call), **BF16), args, {})
     assert (type(found), str(found)) == (type(expected), str(expected))
 
 
 def test_integers_that_are_indices_or_masks_keep_nothing_fp32() -> None:
-    class Looks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Linear(8, 8)
+    def looks(m: Any, x: Tensor, mask: Tensor) -> Any:
+        h = m.body(x).gather(0, ROWS[:, None].expand(8, 8))
+        h = functional.scaled_dot_product_attention(h, h, h, attn_mask=mask)
+        return m.body(h[ROWS].masked_fill(~mask, 0.0))
 
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            h = self.body(x).gather(0, ROWS[:, None].expand(8, 8))
-            h = functional.scaled_dot_product_attention(h, h, h, attn_mask=mask)
-            return self.body(h[ROWS].masked_fill(~mask, 0.0))
-
-    model = autoamp.convert(Looks(), **BF16)
+    model = autoamp.convert(Of(looks, body=nn.Linear(8, 8)), **BF16)
     model(torch.ones(8, 8), torch.ones(8, 8).bool())
     assert not [r for r in autoamp.report(model).ops if r.precision == "fp32"]

@@ -13,22 +13,8 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.compat.limits import Amount
-
-
-class _Stack(nn.Module):
-    """Layers of different widths, so that no two share a graph."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(8 + i, 9 + i) for i in range(layers)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)  # type: ignore[no-any-return]
-
-
-def _lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    records = [r for r in caplog.records if r.levelno >= logging.WARNING]
-    return [r.getMessage() for r in records if r.name.startswith("autoamp")]
+from tests.logs import warned
+from tests.small_models import BF16, Of
 
 
 @pytest.mark.thorough
@@ -41,20 +27,20 @@ def test_hooks_that_break_every_graph_end_the_capture(
     def count(module: nn.Module, args: Any, result: Tensor) -> None:
         seen.append(result.sum().item())
 
-    model = autoamp.convert(_Stack(70), precision="bf16", do_no_harm=False)
+    # Layers of different widths, so that no two share a graph.
+    layers = [nn.Linear(8 + i, 9 + i) for i in range(70)]
+    model = autoamp.convert(nn.Sequential(*layers), **BF16)
     x = torch.randn(2, 8)
     with torch.no_grad():
-        handles = [each.register_forward_hook(count) for each in model.layers]
-        counts = []
+        handles = [each.register_forward_hook(count) for each in layers]
         for _ in range(3):
             seen.clear()
             model(x)
-            counts.append(len(seen))
-        assert counts == [70, 70, 70]
+            assert len(seen) == 70
         graphs = len(autoamp.report(model).graphs)
         assert graphs <= 66
-        (line,) = _lines(caplog)
-        assert "_Stack: calls run under torch.autocast" in line
+        (line,) = warned(caplog)
+        assert "Sequential: calls run under torch.autocast" in line
         assert "hooks" in line
         assert not any("is converted to" in said for said in caplog.messages)
         for handle in handles:
@@ -62,7 +48,7 @@ def test_hooks_that_break_every_graph_end_the_capture(
         caplog.clear()
         model(x)
     assert len(autoamp.report(model).graphs) == graphs + 1
-    assert not _lines(caplog)
+    assert not warned(caplog)
 
 
 @pytest.mark.parametrize(
@@ -88,24 +74,6 @@ def test_what_is_too_much(parts: list[tuple[int, int]], is_too_much: bool) -> No
     assert bool(amount.too_much) == is_too_much
 
 
-class _MostlyPython(nn.Module):
-    """Layers amid code that Dynamo traces and finds little to compute in."""
-
-    def __init__(self, functions: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.seen: list[float] = []
-        names: dict[str, Any] = {}
-        for i in range(functions):
-            exec(_A_LOOK.format(i), names)
-        self.looks = [names[f"look_{i}"] for i in range(functions)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        for look in self.looks:
-            look(x, self.seen)
-        return self.layer(x)  # type: ignore[no-any-return]
-
-
 _A_LOOK = """
 def look_{0}(x, seen):
     seen.append(id(x) + {0})
@@ -113,38 +81,34 @@ def look_{0}(x, seen):
 """
 
 
+def mostly_python(functions: int) -> nn.Module:
+    """A layer after code that Dynamo traces and finds little to compute in."""
+    names: dict[str, Any] = {}
+    for i in range(functions):
+        exec(_A_LOOK.format(i), names)
+    looks = [names[f"look_{i}"] for i in range(functions)]
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for look in looks:
+            look(x, m.seen)
+        return m.layer(x)  # type: ignore[no-any-return]
+
+    made = Of(forward, layer=nn.Linear(8, 8))
+    made.seen = []  # type: ignore[assignment]
+    return made
+
+
 @pytest.mark.parametrize("functions", [12, 90])
-@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.thorough
 def test_python_that_gives_no_graph_counts(
-    functions: int, parts: int, caplog: pytest.LogCaptureFixture
+    functions: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    each = [_MostlyPython(functions // parts) for _ in range(parts)]
-    model = autoamp.convert(_Parts(each), precision="bf16", do_no_harm=False)
-    x = torch.randn(2, 8)
+    model = autoamp.convert(mostly_python(functions), **BF16)
     for _ in range(2):
-        for part in model:
-            part(x)
-        lines = _lines(caplog)
+        model(torch.randn(2, 8))
+        lines = warned(caplog)
         assert len(lines) == (functions > 64)
     assert all("run in fp32" in line and "Python" in line for line in lines)
-
-
-class _Parts(nn.ModuleList):
-    def forward(self) -> None:
-        raise AssertionError("its modules are called by themselves")
-
-
-class _ManyKinds(nn.Module):
-    """Functions that need a graph of their own for each string they are given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, kind: str) -> Tensor:
-        print(end="")
-        return _second(_first(self.layer(x), kind), kind)
 
 
 def _first(x: Tensor, kind: str) -> Tensor:
@@ -160,98 +124,74 @@ def _second(x: Tensor, kind: str) -> Tensor:
 def test_the_recompile_limit_is_said_once(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    model = autoamp.convert(_ManyKinds(), precision="bf16", do_no_harm=False)
+    """Two functions need a graph of their own for each string they are given."""
+
+    def forward(m: Any, x: Tensor, kind: str) -> Tensor:
+        print(end="")
+        return _second(_first(m.layer(x), kind), kind)
+
+    model = autoamp.convert(Of(forward, layer=nn.Linear(8, 8)), **BF16)
     for i in range(12):
         model(torch.randn(2, 8), "a" * (i + 1))
-    (line,) = _lines(caplog)
+    (line,) = warned(caplog)
     assert "recompile_limit" in line
     assert "torch._dynamo hit" not in capfd.readouterr().err
     limited = [why for _, why in autoamp.report(model).skipped if "limit" in why]
     assert len(limited) > 1
+    assert all("some calls of it run in fp32" in why for why in limited)
 
 
-class _Jagged(nn.Module):
-    """A model that makes its batch a nested tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 8)
-
-    def forward(self, rows: list[Tensor]) -> Tensor:
-        batch = torch.nested.nested_tensor(rows, layout=torch.jagged)
-        return self.second(self.first(batch).relu()).values()  # type: ignore[no-any-return]
-
-
-class _FromJagged(_Jagged):
-    def forward(self, rows: list[Tensor]) -> Tensor:
-        ends = torch.tensor([0, *(len(r) for r in rows)]).cumsum(0)
-        batch = torch.nested.nested_tensor_from_jagged(torch.cat(rows), ends)
-        return self.second(self.first(batch).relu()).values()  # type: ignore[no-any-return]
-
-
-class _OfJagged(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
-
-    def forward(self, batch: Tensor) -> Tensor:
-        return self.inner(batch).values()  # type: ignore[no-any-return]
-
-
-def _nested(rows: list[Tensor]) -> Tensor:
+def nested(rows: list[Tensor]) -> Tensor:
     return torch.nested.nested_tensor(rows, layout=torch.jagged)
 
 
+def nested_by_offsets(rows: list[Tensor]) -> Tensor:
+    ends = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)
+    return torch.nested.nested_tensor_from_jagged(torch.cat(rows), ends)
+
+
 @pytest.mark.parametrize(
-    ("make", "given"),
-    [(_Jagged, list), (_FromJagged, list), (_OfJagged, _nested)],
+    ("inside", "given"),
+    [(nested, list), (nested_by_offsets, list), (lambda batch: batch, nested)],
 )
 @pytest.mark.thorough
 def test_nested_tensors_run_as_under_autocast(
-    make: Callable[[], nn.Module],
+    inside: Callable[[Any], Tensor],
     given: Callable[[list[Tensor]], Any],
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    torch.manual_seed(0)
-    model = make()
+    """Made by the model of the rows that it is given, or given to it."""
+    net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
+    model = Of(lambda m, rows: m.net(inside(rows)).values(), net=net)
     rows = [torch.randn(n, 16) for n in (3, 5, 2)]
     with torch.autocast("cpu", torch.bfloat16):
         wanted = model(given(rows)).float()
-    autoamp.convert(model, precision="bf16", do_no_harm=False)
+    autoamp.convert(model, **BF16)
     capfd.readouterr()
     for _ in range(2):
         found = model(given(rows))
         assert found.dtype == torch.float32
         assert torch.equal(found, wanted)
-    (line,) = _lines(caplog)
+    (line,) = warned(caplog)
     assert "nested tensors" in line
     assert "\n" not in line
     assert "Traceback" not in capfd.readouterr().err
 
 
-class _TimesItem(nn.Module):
-    """Multiplies by a whole number that only the data tell."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        number = int(x.abs().sum().item()) % 8
-        return self.layer(x) * number  # type: ignore[no-any-return]
-
-
 def test_a_number_from_the_data_is_captured(caplog: pytest.LogCaptureFixture) -> None:
-    model = autoamp.convert(_TimesItem(), precision="bf16", do_no_harm=False)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        number = int(x.abs().sum().item()) % 8
+        return m.layer(x) * number  # type: ignore[no-any-return]
+
+    model = autoamp.convert(Of(forward, layer=nn.Linear(64, 64)), **BF16)
     for i in range(4):
         model(torch.full((2, 64), (i + 1) / 128))
-    assert not _lines(caplog)
+    assert not warned(caplog)
 
 
 def test_a_functional_module_runs_low(caplog: pytest.LogCaptureFixture) -> None:
     functorch = pytest.importorskip("functorch")
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 4))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -261,34 +201,28 @@ def test_a_functional_module_runs_low(caplog: pytest.LogCaptureFixture) -> None:
     true = call(fast, buffers, x)
     with torch.autocast("cpu", torch.bfloat16):
         rough = call(fast, buffers, x)
-    autoamp.convert(call, precision="bf16", do_no_harm=False)
+    autoamp.convert(call, **BF16)
     found = call(fast, buffers, x)
     assert 0 < (found - true).abs().sum() <= 1.1 * (rough - true).abs().sum()
     found.sum().backward()
     assert all(weight.grad is not None for weight in weights)
-    assert not _lines(caplog)
+    assert not warned(caplog)
     stacked = [torch.stack([weight.detach()] * 2) for weight in weights]
     each = torch.vmap(call, in_dims=(0, None, None))(stacked, buffers, x)
     assert each.shape == (2, 3, 4)
-    (line,) = _lines(caplog)
+    (line,) = warned(caplog)
     assert "vmap" in line
 
 
-class _WithHookedValue(nn.Module):
+def test_a_hook_on_a_value_is_no_obstacle() -> None:
     """Dynamo's code for a hook on a value holds a dict, so that it has no hash."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.layer(x)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        result: Tensor = m.layer(x)
         if result.requires_grad:
             result.register_hook(lambda gradient: print(end=""))
         return result
 
-
-def test_a_hook_on_a_value_is_no_obstacle() -> None:
-    model = autoamp.convert(_WithHookedValue(), precision="bf16", do_no_harm=False)
+    model: Any = autoamp.convert(Of(forward, layer=nn.Linear(64, 64)), **BF16)
     model(torch.randn(2, 64)).sum().backward()
     assert model.layer.weight.grad is not None

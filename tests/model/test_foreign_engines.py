@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -86,37 +86,39 @@ def loaded(monkeypatch, caplog) -> Iterator[None]:
             del sys.modules[name]
 
 
-def deepspeed() -> type:
-    return made("deepspeed.runtime.engine", "DeepSpeedEngine", Engine)
+CORE = "megatron.core.distributed"
+BASES: dict[str, tuple[str, str]] = {
+    "pipeline": ("deepspeed.runtime.engine", "DeepSpeedEngine"),
+    "float16": ("megatron.core.transformer.module", "MegatronModule"),
+    "megatron ddp": (CORE, "_BaseDataParallel"),
+    "zero": ("deepspeed.runtime.base_optimizer", "DeepSpeedOptimizer"),
+    "chained": ("megatron.core.optimizer.optimizer", "MegatronOptimizer"),
+}
+"""The classes that these derive from."""
+
+ENGINES = {
+    "deepspeed": BASES["pipeline"],
+    "pipeline": ("deepspeed.runtime.pipe.engine", "PipelineEngine"),
+    "megatron": BASES["float16"],
+    "float16": ("megatron.core.transformer.module", "Float16Module"),
+    "megatron ddp": (f"{CORE}.distributed_data_parallel", "DistributedDataParallel"),
+    "legacy ddp": ("megatron.model.distributed", "DistributedDataParallel"),
+    "fsdp": ("megatron_fsdp.megatron_fsdp", "MegatronFSDP"),
+}
+OPTIMIZERS = {
+    "zero": ("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"),
+    "old zero": ("deepspeed.runtime.zero.stage2", "DeepSpeedZeroOptimizer"),
+    "fp16": ("deepspeed.runtime.fp16.fused_optimizer", "FP16_Optimizer"),
+    "chained": ("megatron.core.optimizer.optimizer", "ChainedOptimizer"),
+}
 
 
-def pipeline() -> type:
-    return made("deepspeed.runtime.pipe.engine", "PipelineEngine", deepspeed())
-
-
-def megatron() -> type:
-    return made("megatron.core.transformer.module", "MegatronModule", Engine)
-
-
-def float16() -> type:
-    return made("megatron.core.transformer.module", "Float16Module", megatron())
-
-
-def megatron_ddp() -> type:
-    base = made("megatron.core.distributed", "_BaseDataParallel", megatron())
-    where = "megatron.core.distributed.distributed_data_parallel"
-    return made(where, "DistributedDataParallel", base)
-
-
-def legacy_ddp() -> type:
-    return made("megatron.model.distributed", "DistributedDataParallel", Engine)
-
-
-def fsdp() -> type:
-    return made("megatron_fsdp.megatron_fsdp", "MegatronFSDP", Engine)
-
-
-ENGINES = [deepspeed, pipeline, megatron, float16, megatron_ddp, legacy_ddp, fsdp]
+def foreign(name: str) -> type:
+    """The class of an engine, or of an engine's optimizer."""
+    base: type = Engine if name in ENGINES else Wrapping
+    if name in BASES:
+        base = made(*BASES[name], base)
+    return made(*{**ENGINES, **OPTIMIZERS}[name], base)
 
 
 def said(caplog) -> list[str]:
@@ -130,31 +132,21 @@ def left(caplog, kind: type) -> bool:
     return f"{library}'s {kind.__name__}, with the modules inside it, is left" in line
 
 
-@pytest.mark.parametrize("make", ENGINES)
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("first", ["engine", "model"])
 def test_the_automatic_mode_leaves_an_engine_and_what_is_inside(
-    make: Callable[[], type], caplog
+    name: str, first: str, caplog
 ) -> None:
     autoamp.enable(**OPTIONS)
     model = Net()
-    engine = make()(model)
+    engine = foreign(name)(model)
     with torch.no_grad():
         expected = model.b(model.a(X).relu())
-    for call in (engine, engine.forward, model, engine):
+    calls = (engine, engine.forward, model, engine)
+    for call in calls if first == "engine" else (model,):
         for _ in range(3):
             assert torch.equal(call(X), expected)
     assert not any(autoamp.is_converted(each) for each in engine.modules())
-    assert left(caplog, type(engine))
-
-
-@pytest.mark.parametrize("make", ENGINES)
-def test_a_model_called_alone_first_is_left_too(
-    make: Callable[[], type], caplog
-) -> None:
-    autoamp.enable(**OPTIONS)
-    model = Net()
-    engine = make()(model)
-    model(X)
-    assert not autoamp.is_converted(model)
     assert left(caplog, type(engine))
 
 
@@ -163,19 +155,19 @@ def test_a_model_converted_before_its_engine_was_made_is_reverted(caplog) -> Non
     model = Net()
     model(X)
     assert autoamp.is_converted(model)
-    engine = deepspeed()(model)
+    engine = foreign("deepspeed")(model)
     for call in (engine, model, engine):
         call(X)
     assert not autoamp.is_converted(model)
     assert "DeepSpeedEngine" in said(caplog)[-1]
 
 
-@pytest.mark.parametrize("make", ENGINES)
+@pytest.mark.parametrize("name", ENGINES)
 def test_convert_refuses_an_engine_and_what_is_inside_or_holds_one(
-    make: Callable[[], type],
+    name: str,
 ) -> None:
     model = Net()
-    engine = make()(model)
+    engine = foreign(name)(model)
     for each in (engine, model, nn.Sequential(engine, nn.Linear(16, 4))):
         before = dict(vars(each))
         with pytest.raises(autoamp.UnsupportedModelError, match="is left alone"):
@@ -205,7 +197,7 @@ def test_convert_refuses_an_engine_and_what_is_inside_or_holds_one(
 def test_another_class_of_that_name_or_package_is_converted(
     where: str, name: str
 ) -> None:
-    deepspeed(), megatron()  # both libraries have been imported
+    foreign("deepspeed"), foreign("megatron")  # both libraries have been imported
     autoamp.enable(**OPTIONS)
     theirs = made(where, name, Engine)
     model = theirs(Net())
@@ -218,37 +210,12 @@ def test_another_class_of_that_name_or_package_is_converted(
 # -- optimizers ------------------------------------------------------------------------
 
 
-def zero() -> type:
-    base = made("deepspeed.runtime.base_optimizer", "DeepSpeedOptimizer", Wrapping)
-    return made("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", base)
-
-
-def old_zero() -> type:
-    where = "deepspeed.runtime.zero.stage2"
-    return made(where, "DeepSpeedZeroOptimizer", Wrapping)
-
-
-def fp16() -> type:
-    return made("deepspeed.runtime.fp16.fused_optimizer", "FP16_Optimizer", Wrapping)
-
-
-def chained() -> type:
-    where = "megatron.core.optimizer.optimizer"
-    base = made(where, "MegatronOptimizer", Wrapping)
-    return made(where, "ChainedOptimizer", base)
-
-
-OPTIMIZERS = [zero, old_zero, fp16, chained]
-
-
 @pytest.mark.thorough(but=["zero", "fp16", "chained"])
-@pytest.mark.parametrize("make", OPTIMIZERS)
-def test_no_step_of_ours_is_put_on_an_optimizer_of_an_engine(
-    make: Callable[[], type], caplog
-) -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_step_of_ours_is_put_on_an_optimizer_of_an_engine(name: str, caplog) -> None:
     model = autoamp.convert(Net(), **OPTIONS)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    outer = make()(inner)
+    outer = foreign(name)(inner)
     for _ in range(2):
         model(X).sum().backward()
         outer.step()
@@ -262,11 +229,11 @@ def test_no_step_of_ours_is_put_on_an_optimizer_of_an_engine(
     assert not torch.equal(model.a.weight, before)
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS)
-def test_convert_refuses_an_optimizer_of_an_engine(make: Callable[[], type]) -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_convert_refuses_an_optimizer_of_an_engine(name: str) -> None:
     model = Net()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    outer = make()(inner)
+    outer = foreign(name)(inner)
     AcceleratorState._reset_state(reset_partial_state=True)
     Accelerator(cpu=True)
     wrapper = AcceleratedOptimizer(inner)
@@ -283,7 +250,7 @@ def test_an_engine_trains_as_without_autoamp(caplog) -> None:
         torch.manual_seed(0)
         model = Net()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = pipeline()(model, zero()(inner))
+        engine = foreign("pipeline")(model, foreign("zero")(inner))
         engine.optimizer.zero_grad = inner.zero_grad
         found = [engine.train_batch(X).detach() for _ in range(4)]
         assert boundary_of(inner) is None
@@ -295,7 +262,7 @@ def test_an_engine_trains_as_without_autoamp(caplog) -> None:
 
 
 def test_a_function_that_the_library_compiles_is_left_alone() -> None:
-    deepspeed()
+    foreign("deepspeed")
     autoamp.enable(**OPTIONS)
 
     def product(x: Tensor) -> Tensor:

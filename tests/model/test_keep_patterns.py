@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -11,21 +10,19 @@ from torch import Tensor, fx, nn
 
 import autoamp
 from autoamp.errors import OptionError, RulesError
+from tests.logs import warned
+from tests.small_models import BF16 as LOW
+from tests.small_models import Of
 
-BF16: dict[str, Any] = {"precision": "bf16", "do_no_harm": False, "strict": True}
+BF16: dict[str, Any] = {**LOW, "strict": True}
 X = torch.ones(4, 8)
 
 
-class Attention(nn.Module):
+class Attention(nn.Sequential):
     def __init__(self) -> None:
         super().__init__()
-        self.query = nn.Linear(8, 8)
-        self.wo = nn.Linear(8, 8)
-        self.word = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.word(self.wo(self.query(x)))
-        return result
+        for name in ("query", "wo", "word"):
+            self.add_module(name, nn.Linear(8, 8))
 
 
 class Layer(nn.Module):
@@ -33,31 +30,19 @@ class Layer(nn.Module):
         super().__init__()
         self.attention = Attention()
 
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.attention(x)
-        return result
-
-
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.ModuleList([Layer(), Layer()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layer:
-            x = layer(x)
-        return x
+    def forward(self, x: Tensor) -> Any:
+        return self.attention(x)
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = Encoder()
+        self.encoder = nn.Sequential()
+        self.encoder.layer = nn.Sequential(Layer(), Layer())
         self.head = nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.head(self.encoder(x))
-        return result
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.encoder(x))
 
 
 WRONG = {
@@ -78,14 +63,11 @@ def test_convert_names_the_nearest_module(pattern: str) -> None:
     assert f"did you mean {WRONG[pattern]}?" in str(error.value)
     assert not autoamp.is_converted(model)
     assert "forward" not in vars(model)
-
-
-def test_a_converted_model_keeps_its_conversion() -> None:
-    model = autoamp.convert(Net(), keep=["head"], **BF16)
+    autoamp.convert(model, keep=["head"], **BF16)
     with pytest.raises(OptionError):
-        autoamp.convert(model, keep=["haed"], **BF16)
+        autoamp.convert(model, keep=[pattern], **BF16)
     model(X)
-    assert fp32_in(model) == {"head"}
+    assert fp32_in(model) == {"head"}, "it keeps its conversion"
 
 
 @pytest.mark.parametrize("ask", [autoamp.explain, autoamp.compare])
@@ -108,59 +90,41 @@ def test_patterns_that_fit(pattern: str) -> None:
     autoamp.convert(Net(), keep=pattern, **BF16)(X)
 
 
-class Listed(nn.Module):
-    """Holds its layers in a list, in which `named_modules()` does not look."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
-        self.head = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        result: Tensor = self.head(x)
-        return result
-
-
 def test_modules_in_a_plain_list_may_be_named() -> None:
-    model = autoamp.convert(Listed(), keep=["layers.0"], **BF16)
+    """`named_modules()` does not look there."""
+    model = Of(lambda m, x: m.head(m.layers[1](m.layers[0](x))), head=nn.Linear(8, 8))
+    model.layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    autoamp.convert(model, keep=["layers.0"], **BF16)
     model(X)
     assert "layers.0" in fp32_in(model)
     assert "head" not in fp32_in(model)
 
 
 @pytest.mark.parametrize("category", ["allow", "deny", "infer", "clear"])
-@pytest.mark.parametrize("op", ["linaer", "aten::lin*", "aten::linear.defualt"])
-def test_an_op_that_is_none_raises_with_the_nearest_name(
-    category: str, op: str
-) -> None:
+def test_an_op_that_is_none_raises_with_the_nearest_name(category: str) -> None:
     model = Net()
-    given: Any = {category: [op]}
-    with pytest.raises(RulesError, match=r"did you mean .*aten::linear"):
-        autoamp.convert(model, **given, **BF16)
+    for op in ("linaer", "aten::lin*", "aten::linear.defualt"):
+        given: Any = {category: [op]}
+        with pytest.raises(RulesError, match=r"did you mean .*aten::linear"):
+            autoamp.convert(model, **given, **BF16)
     assert not autoamp.is_converted(model)
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("off_again")
 def test_the_automatic_mode_warns_of_what_fitted_no_model(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     autoamp.enable(keep=["head", "haed", "0"], **BF16)
-    try:
-        with caplog.at_level(logging.WARNING, "autoamp"):
-            net, other = Net(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-            net(X), other(X)
-            assert fp32_in(net) == {"head"}
-            assert fp32_in(other) == {"0"}
-            assert not caplog.records
-            autoamp.disable()
-        said = [r.getMessage() for r in caplog.records]
-        assert said == [
-            "autoamp: keep='haed' fitted no module of any model that was converted"
-        ]
-    finally:
-        autoamp.disable()
+    net, other = Net(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    net(X), other(X)
+    assert fp32_in(net) == {"head"}
+    assert fp32_in(other) == {"0"}
+    assert not warned(caplog)
+    autoamp.disable()
+    assert warned(caplog) == [
+        "autoamp: keep='haed' fitted no module of any model that was converted"
+    ]
 
 
 def fp32_in(model: nn.Module) -> set[str]:
@@ -222,15 +186,12 @@ def test_what_is_no_list_of_names_means_nothing(given: Any) -> None:
     assert fp32_in(model) == set()
 
 
+@pytest.mark.usefixtures("automatic")
 def test_the_automatic_mode_keeps_them_too() -> None:
     model = Net()
     model._keep_in_fp32_modules_strict = ["wo"]  # type: ignore[assignment]
-    autoamp.enable(**BF16)
-    try:
-        model(X)
-        assert fp32_in(model) == ALL_WO
-    finally:
-        autoamp.disable()
+    model(X)
+    assert fp32_in(model) == ALL_WO
 
 
 @pytest.mark.thorough

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.options import OPTION_NAMES
+from tests.small_models import BF16
 
 X = torch.randn(2, 4)
 QUESTIONS = ("explain", "compare", "find_overflow", "tune")
@@ -27,42 +29,25 @@ class TakesAnything(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.thorough(
-    but=[
-        "explain-allow-False",
-        "explain-record-True",
-        "compare-loss_scale-False",
-        "find_overflow-guard-True",
-        "tune-deny-False",
-        "tune-weight_copies-True",
-    ]
-)
-@pytest.mark.parametrize("converted", [False, True])
-@pytest.mark.parametrize("option", sorted(OPTION_NAMES))
+def models(kind: type[nn.Linear]) -> list[nn.Linear]:
+    return [kind(4, 4), autoamp.convert(kind(4, 4), **BF16)]
+
+
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_a_question_says_where_options_go(
-    question: str, option: str, converted: bool
-) -> None:
-    model = nn.Linear(4, 4)
-    if converted:
-        autoamp.convert(model, precision="bf16", do_no_harm=False)
-    with pytest.raises(autoamp.OptionError) as caught:
-        getattr(autoamp, question)(model, X, **{option: "bf16"})
-    assert f"write options={{\"{option}\": 'bf16'}}" in str(caught.value)
-    assert str(caught.value).startswith(f"{question}() passes {option} on to Linear")
+def test_a_question_says_where_options_go(question: str) -> None:
+    for option, model in itertools.product(OPTION_NAMES, models(nn.Linear)):
+        with pytest.raises(autoamp.OptionError) as caught:
+            getattr(autoamp, question)(model, X, **{option: "bf16"})
+        assert f"write options={{\"{option}\": 'bf16'}}" in str(caught.value)
+        assert str(caught.value).startswith(f"{question}() passes {option} on to ")
 
 
-@pytest.mark.thorough(but=["False-TakesAPrecision", "True-TakesAnything"])
+@pytest.mark.thorough(but=["TakesAPrecision"])
 @pytest.mark.parametrize("kind", [TakesAPrecision, TakesAnything])
-@pytest.mark.parametrize("converted", [False, True])
-def test_a_keyword_of_the_models_own_goes_to_the_model(
-    kind: type[nn.Linear], converted: bool
-) -> None:
-    model = kind(4, 4)
-    if converted:
-        autoamp.convert(model, precision="bf16", do_no_harm=False)
-    autoamp.explain(model, X, precision="bf16")
-    autoamp.find_overflow(model, X, precision="bf16")
+def test_a_keyword_of_the_models_own_goes_to_the_model(kind: type[nn.Linear]) -> None:
+    for model in models(kind):
+        autoamp.explain(model, X, precision="bf16")
+        autoamp.find_overflow(model, X, precision="bf16")
 
 
 @pytest.mark.parametrize(

@@ -13,22 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
+from tests.small_models import BF16, Of
 
-BF16: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 X = torch.ones(3, 4)
-
-
-def _item(x: Tensor) -> Tensor:
-    return -x if x.detach().abs().mean().item() < 0 else x
 
 
 def _print(x: Tensor) -> Tensor:
     print("", end="", file=sys.stderr, flush=True)
     return x
-
-
-def _numpy(x: Tensor) -> Tensor:
-    return x + float(x.detach().numpy().mean()) * 0
 
 
 def _break(x: Tensor) -> Tensor:
@@ -37,9 +29,9 @@ def _break(x: Tensor) -> Tensor:
 
 
 BREAKS: dict[str, Callable[[Tensor], Tensor]] = {
-    "item": _item,
+    "item": lambda x: -x if x.detach().abs().mean().item() < 0 else x,
     "print": _print,
-    "numpy": _numpy,
+    "numpy": lambda x: x + float(x.detach().numpy().mean()) * 0,
     "break": _break,
     "none": lambda x: x,
 }
@@ -149,35 +141,25 @@ def _check(model: nn.Module, patterns: list[str]) -> None:
     assert expected & {op.module for op in ops if op.precision == "fp32"}
 
 
-def test_each_pattern_keeps_the_modules_it_names() -> None:
-    _check(Net(1, whole=False), ["alike.z.b", "tied.a"])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(2, 8))
-def test_in_any_model(seed: int) -> None:
-    _check(Net(seed), random.Random(seed).sample([*PATTERNS], 1 + seed % 3))
+@pytest.mark.thorough(but=["1"])
+@pytest.mark.parametrize("seed", range(1, 8))
+def test_each_pattern_keeps_the_modules_it_names(seed: int) -> None:
+    chosen = random.Random(seed).sample([*PATTERNS], 1 + seed % 3)
+    small = seed == 1
+    _check(Net(seed, whole=not small), ["alike.z.b", "tied.a"] if small else chosen)
 
 
 @pytest.mark.thorough
 def test_a_model_that_is_alike_has_its_own_paths() -> None:
-    # Models that are alike run the same code: the second captures nothing.
-    first, second = Net(3, whole=False), Net(3, whole=False)
-    for model in (first, second):
+    """Models that are alike run the same code: the second captures nothing."""
+    for model in (Net(3, whole=False), Net(3, whole=False)):
         autoamp.convert(model, keep=["alike.x"], **BF16)
         assert _in_fp32(model) == {"alike.x.a", "alike.x.b"}
 
 
-class Sized(nn.Module):
+def sized() -> nn.Module:
     """A layer and a norm, with a break between; alike blocks share its graphs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.n = nn.Linear(4, 4), nn.LayerNorm(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.n(_break(self.a(x)))
-        return result
+    return Of(lambda m, x: m.n(_break(m.a(x))), a=nn.Linear(4, 4), n=nn.LayerNorm(4))
 
 
 @pytest.mark.thorough
@@ -188,7 +170,7 @@ def test_blame_names_the_module_that_overflowed(
     size: float, op: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*[Sized() for _ in range(3)], nn.Linear(4, 4))
+    model = nn.Sequential(*[sized() for _ in range(3)], nn.Linear(4, 4))
     with torch.no_grad():
         nn.init.eye_(model[2].a.weight).mul_(size)
     autoamp.convert(model, precision="fp16", do_no_harm=False, heal=True)
