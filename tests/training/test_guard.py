@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,9 +32,6 @@ pytestmark = pytest.mark.one_model
 GUARDED: dict[str, Any] = {"precision": "bf16", "do_no_harm": False, "strict": True}
 STEPS = 4
 VALUES = (math.inf, -math.inf, math.nan)
-FOUND = ("named", "met")
-
-Poison = Callable[[nn.Module], None]
 
 
 def guarded(model: nn.Module | None = None, **options: Any) -> nn.Module:
@@ -49,18 +45,10 @@ def poison(model: nn.Module, value: float = math.inf) -> None:
     grad.view(-1)[0] = value
 
 
-def start(model: nn.Module, make: Any, found: str) -> torch.optim.Optimizer:
-    optimizer = make(model)
-    if found == "named":
-        autoamp.convert(model, optimizer, **GUARDED)
-    return optimizer
-
-
 def train(
     model: nn.Module,
     optimizer: Any,
     steps: list[int],
-    spoil: Poison = poison,
 ) -> list[bool]:
     """Trains on the batches `steps`, of which -1 is a bad one; which were skipped."""
     skipped = []
@@ -68,22 +56,10 @@ def train(
         optimizer.zero_grad()
         loss_of(model, abs(number)).backward()
         if number < 0:
-            spoil(model)
+            poison(model)
         optimizer.step()
         skipped.append(bool(optimizer.step_was_skipped))
     return skipped
-
-
-def assert_bad_step_changes_nothing(
-    model: nn.Module, make: Any, found: str = "named", spoil: Poison = poison
-) -> None:
-    clean = copy.deepcopy(model)
-    optimizer = start(model, make, found)
-    assert train(model, optimizer, [1, -5, 2, 3], spoil) == [False, True, False, False]
-    beside = start(clean, make, found)
-    train(clean, beside, [1, 2, 3], spoil)
-    assert_same(weights_of(model), weights_of(clean))
-    assert_same(state_of(optimizer), state_of(beside))
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -91,25 +67,6 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 
 # -- what is skipped -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("found", FOUND)
-@pytest.mark.parametrize("value", VALUES)
-def test_a_bad_step_changes_nothing(value: float, found: str) -> None:
-    def spoil(model: nn.Module) -> None:
-        poison(model, value)
-
-    assert_bad_step_changes_nothing(guarded(), adamw, found, spoil)
-
-
-@pytest.mark.parametrize("found", FOUND)
-def test_the_first_step_may_be_bad(found: str) -> None:
-    model = guarded()
-    before = weights_of(model)
-    optimizer = start(model, adamw, found)
-    assert train(model, optimizer, [-1]) == [True]
-    assert_same(weights_of(model), before)
-    assert not optimizer.state
 
 
 @pytest.mark.parametrize(
@@ -175,64 +132,6 @@ def test_sparse_gradients() -> None:
     assert_same(weights_of(model), before)
 
 
-def test_groups_and_parameters_without_gradients() -> None:
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        first, *others = model.parameters()
-        extra = nn.Parameter(torch.ones(3))  # never has a gradient
-        return torch.optim.AdamW(
-            [{"params": [first]}, {"params": [*others, extra], "lr": 0.3}]
-        )
-
-    assert_bad_step_changes_nothing(guarded(), make, "met")
-
-
-@pytest.mark.parametrize("found", FOUND)
-def test_a_closure_is_evaluated_once(found: str) -> None:
-    model = guarded()
-    optimizer = start(model, adamw, found)
-    before, calls = weights_of(model), []
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, 1)
-        loss.backward()
-        poison(model)
-        calls.append(loss.detach())
-        return loss
-
-    result = optimizer.step(closure)
-    assert optimizer.step_was_skipped
-    assert len(calls) == 1
-    assert found == "met" or result == calls[0]
-    assert_same(weights_of(model), before)
-
-
-def test_lbfgs_goes_back_to_where_the_step_began() -> None:
-    model = guarded()
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
-    autoamp.convert(model, optimizer, **GUARDED)
-    bad = [False]
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, 1)
-        loss.backward()
-        if bad[0] and len(evaluations) > 1:
-            poison(model)
-        evaluations.append(loss)
-        return loss
-
-    evaluations: list[Tensor] = []
-    optimizer.step(closure)
-    assert not optimizer.step_was_skipped
-    before, state = weights_of(model), state_of(optimizer)
-    evaluations, bad[0] = [], True
-    optimizer.step(closure)
-    assert optimizer.step_was_skipped
-    assert_same(weights_of(model), before)
-    assert_same(state_of(optimizer), state)
-
-
 def test_two_optimizers_of_one_model() -> None:
     """The optimizer whose gradients are finite takes its step."""
     model = guarded()
@@ -260,27 +159,6 @@ def test_an_input_that_is_optimized() -> None:
         optimizer.step()
         assert bool(optimizer.step_was_skipped) is bad
         assert torch.equal(image.detach(), before) is bad
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("guard", [True, False])
-def test_masters_of_a_model_that_is_half(precision: str, guard: bool) -> None:
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    model = mlp().to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    autoamp.convert(model, optimizer, loss_scale="off", guard=guard)
-    for bad in (False, True):
-        optimizer.zero_grad()
-        model(torch.ones(2, 8, dtype=dtype)).float().sum().backward()
-        if bad:
-            poison(model)
-        before = weights_of(model)
-        optimizer.step()
-        assert bool(optimizer.step_was_skipped) is (bad and guard)
-    finite = all(bool(p.isfinite().all()) for p in model.parameters())
-    assert finite is guard
-    if guard:
-        assert_same(weights_of(model), before)
 
 
 def test_a_function_that_is_compiled() -> None:

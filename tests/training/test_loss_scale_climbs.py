@@ -140,13 +140,6 @@ def test_a_scale_that_was_given_stays(scale: Any) -> None:
     assert run.scale == before
 
 
-def test_in_bf16_there_is_nothing_to_climb_for() -> None:
-    run = Run("mlp", 1e-7, precision="bf16", loss_scale="dynamic")
-    for _ in range(7):
-        assert not run.step()
-    assert run.scale == INIT_SCALE
-
-
 def test_gradients_are_the_same_watched_or_not() -> None:
     grads = []
     for scale in (DynamicLossScale(), DynamicLossScale(climbs=False)):
@@ -233,14 +226,6 @@ def test_how_it_climbs(magnitudes: list[float | None], expected: list[float]) ->
     assert told(DynamicLossScale(), magnitudes) == expected
 
 
-def test_tensors_given_are_not_written_to_by_a_climb() -> None:
-    scale = DynamicLossScale()
-    given = scale.tensors(CPU)
-    told(scale, [2.0**-9] * 3)
-    assert [float(t) for t in given] == [2.0**15, 2.0**-15]
-    assert [float(t) for t in scale.tensors(CPU)] == [2.0**20, 2.0**-20]
-
-
 def later_looks(magnitudes: list[float | None]) -> list[float]:
     """The scales after a climb at gradients of 1 and each look that follows."""
     given: list[float | None] = [1.0] * LOOKS
@@ -292,19 +277,6 @@ def test_a_later_climb_costs_one_skipped_step_at_most(quiet: float, pause: int) 
     assert skipped[0] <= skipped[1] + 1
 
 
-def test_gradients_that_are_thrown_away_tell_nothing() -> None:
-    for at in range(LOOKS + 1):
-        for bad in (math.nan, math.inf):
-            scale = DynamicLossScale()
-            for number in range(LOOKS + 3):
-                scale.update(torch.zeros(1))
-                if number == at or number < LOOKS:
-                    largest = bad if number == at else 2.0**-9
-                    scale.note_size(torch.tensor(largest), False)
-            DynamicLossScale().load_state_dict(scale.state_dict())
-            assert 20 <= math.log2(scale.scale) <= 24
-
-
 @pytest.mark.parametrize("quiet", [0.0, 1e-38])
 def test_a_scale_never_climbs_to_infinity(quiet: float) -> None:
     scale = DynamicLossScale(2.0**120, climbs=True)
@@ -336,13 +308,6 @@ def assert_goes_on_from(at: int, magnitudes: list[float | None]) -> list[float]:
     assert second.state_dict() == first.state_dict()
     assert told(second, magnitudes[at:]) == expected[at:]
     return expected
-
-
-@pytest.mark.thorough(but=["205"])
-@pytest.mark.parametrize("at", [LOOKS + 3, LOOKS + LATER, LOOKS + LATER + 1])
-def test_a_state_saved_between_looks_goes_on(at: int) -> None:
-    scales = assert_goes_on_from(at, [2.0**-5] * LOOKS + [2.0**-12] * 8 * LATER)
-    assert scales[-1] > scales[LOOKS]
 
 
 @pytest.mark.parametrize("at", range(8))

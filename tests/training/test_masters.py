@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 import autoamp
 from autoamp.training.attach import boundary_of
 from tests.small_models import Of
+from tests.training.steps import OPTIMIZERS, assert_same, state_of
 
 WIDTH = 8
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -42,25 +43,11 @@ def masters_of(optimizer: Optimizer) -> dict[Tensor, Tensor]:
     return boundary.masters.of
 
 
-def bits(value: Tensor) -> Tensor:
-    """What tells NaNs and zeros of either sign apart."""
-    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return value.detach().clone().view(kinds[value.itemsize])
-
-
-def contents(optimizer: Optimizer) -> list[Tensor]:
-    """Every bit an optimizer step may write to."""
-    found = [bits(p) for g in optimizer.param_groups for p in g["params"]]
-    found += [bits(m) for m in masters_of(optimizer).values()]
-    for state in optimizer.state.values():
-        found += [bits(v) for v in state.values() if torch.is_tensor(v)]
-    return found
-
-
-def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
-    assert len(one) == len(other)
-    for a, b in zip(one, other, strict=True):
-        assert torch.equal(a, b)
+def contents(optimizer: Optimizer) -> Any:
+    """All that an optimizer step may write to."""
+    params = [p.detach().clone() for g in optimizer.param_groups for p in g["params"]]
+    masters = [m.detach().clone() for m in masters_of(optimizer).values()]
+    return params, masters, state_of(optimizer)
 
 
 def assert_rounded(optimizer: Optimizer) -> None:
@@ -75,26 +62,6 @@ def saved(optimizer: Optimizer) -> dict[str, Any]:
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
     return torch.load(file, weights_only=True)
-
-
-class ByHand(Optimizer):
-    """As optimizers were written before 2018: through `.data`."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["seen"] = torch.zeros_like(p.data)
-                state["seen"].mul_(0.9).add_(p.grad.data)
-                p.data.add_(state["seen"], alpha=-group["lr"])
-        return loss
 
 
 # -- what a user sees ------------------------------------------------------------------
@@ -159,33 +126,6 @@ def test_the_report_says_so(dtype: torch.dtype) -> None:
 # -- any optimizer steps in fp32 -------------------------------------------------------
 
 
-WAYS: dict[str, Callable[[Any], Optimizer]] = {
-    "sgd": lambda p: optim.SGD(
-        p, lr=0.1, momentum=0.9, weight_decay=0.01, foreach=False
-    ),
-    "sgd foreach": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
-    "sgd fused": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    "adam": lambda p: optim.Adam(p, lr=0.01, amsgrad=True, foreach=False),
-    "adam foreach": lambda p: optim.Adam(p, lr=0.01, foreach=True),
-    "adam fused": lambda p: optim.Adam(p, lr=0.01, fused=True),
-    "adamw": lambda p: optim.AdamW(p, lr=0.01, foreach=False),
-    "adamw foreach": lambda p: optim.AdamW(p, lr=0.01, foreach=True),
-    "adamw fused": lambda p: optim.AdamW(p, lr=0.01, fused=True),
-    "adagrad": lambda p: optim.Adagrad(p, lr=0.01, foreach=False),
-    "adagrad fused": lambda p: optim.Adagrad(p, lr=0.01, fused=True),
-    "adadelta": lambda p: optim.Adadelta(p, foreach=True),
-    "adafactor": optim.Adafactor,
-    "adamax": lambda p: optim.Adamax(p, foreach=True),
-    "asgd": lambda p: optim.ASGD(p, foreach=False),
-    "nadam": lambda p: optim.NAdam(p, foreach=False),
-    "radam": lambda p: optim.RAdam(p, foreach=True),
-    "rmsprop": lambda p: optim.RMSprop(p, momentum=0.9, foreach=False),
-    "rprop": lambda p: optim.Rprop(p, foreach=False),
-    "muon": optim.Muon,
-    "by hand": lambda p: ByHand(p, lr=0.1),
-}
-
-
 class Weights(nn.Module):
     """Two matrices, which is what Muon takes."""
 
@@ -208,13 +148,11 @@ def step_with(model: nn.Module, optimizer: Optimizer, seed: int) -> None:
     optimizer.step()
 
 
-@pytest.mark.thorough(
-    but=["sgd", "adam foreach", "adamw fused", "adafactor", "radam", "by hand"]
-)
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.thorough(but=["SGD", "Adam-foreach", "AdamW-fused", "RAdam", "OldStyle"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_and_state_are_those_of_an_fp32_model(name: str) -> None:
     half, full = Weights(BF16), Weights(torch.float32)
-    optimizer, exact = WAYS[name](half.parameters()), WAYS[name](full.parameters())
+    optimizer, exact = OPTIMIZERS[name](half), OPTIMIZERS[name](full)
     autoamp.convert(half, optimizer)
     for seed in range(4):
         step_with(half, optimizer, seed)
@@ -232,45 +170,6 @@ def test_steps_and_state_are_those_of_an_fp32_model(name: str) -> None:
                 assert torch.equal(got, value), key
             else:
                 assert got == value
-
-
-def test_lbfgs_is_that_of_the_masters() -> None:
-    """Its forward meets the rounded weights wherever its search has moved them."""
-    model, x = mlp(), batch()
-    optimizer = optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
-    autoamp.convert(model, optimizer)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        assert all(p.dtype == BF16 for p in optimizer.param_groups[0]["params"])
-        loss = loss_of(model, x)
-        loss.backward()
-        return loss
-
-    before = closure()
-    for _ in range(3):
-        optimizer.step(closure)
-    assert closure().item() < 0.1 * before.item()
-    assert_rounded(optimizer)
-    (state,) = optimizer.state.values()
-    assert state["d"].dtype == torch.float32
-
-
-def test_a_closure_meets_the_half_parameters() -> None:
-    model, x = mlp(), batch()
-    optimizer = ByHand(model.parameters(), lr=0.1)
-    autoamp.convert(model, optimizer)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, x)
-        loss.backward()
-        return loss
-
-    first = optimizer.step(closure)
-    second = optimizer.step(closure)
-    assert second.item() < first.item()
-    assert_rounded(optimizer)
 
 
 @pytest.mark.thorough
@@ -380,21 +279,6 @@ def test_masters_follow_weights_that_somebody_else_wrote(
         assert torch.equal(masters_of(optimizer)[param], other[key].float())
 
 
-def test_masters_outlive_a_swap_in_and_back(
-    trained: tuple[nn.Sequential, Optimizer],
-) -> None:
-    """Weights exchanged for an evaluation, as with moving averages of them."""
-    model, optimizer = trained
-    before = contents(optimizer)
-    own = [p.detach().clone() for p in model.parameters()]
-    for p in model.parameters():
-        p.data.mul_(0.5)
-    for p, value in zip(model.parameters(), own, strict=True):
-        p.data.copy_(value)
-    optimizer.state_dict()  # looks, too
-    assert_same(before, contents(optimizer))
-
-
 def test_following_goes_by_bits(trained: tuple[nn.Sequential, Optimizer]) -> None:
     model, optimizer = trained
     weight = model[0].weight
@@ -402,7 +286,7 @@ def test_following_goes_by_bits(trained: tuple[nn.Sequential, Optimizer]) -> Non
     with torch.no_grad():
         weight[0, 0], weight[0, 1], weight[0, 2] = 0.0, -0.0, torch.nan
     named = optimizer.state_dict()[KEY]["0.weight"]
-    assert torch.equal(bits(named[0, :2]), bits(torch.tensor([0.0, -0.0])))
+    assert_same(named[0, :2], torch.tensor([0.0, -0.0]))
     assert named[0, 2].isnan()
     assert torch.equal(named[1:], kept[1:])  # the rows nobody wrote keep every bit
     with torch.no_grad():
@@ -527,36 +411,6 @@ def test_an_exception_in_a_step_puts_the_parameters_back() -> None:
 # -- saved state -----------------------------------------------------------------------
 
 
-@pytest.mark.thorough(but=["True-dtype0", "False-dtype0", "False-dtype1"])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("model_first", [True, False])
-def test_a_resumed_run_goes_on_bit_for_bit(
-    dtype: torch.dtype, model_first: bool
-) -> None:
-    def start() -> tuple[nn.Sequential, Optimizer]:
-        model = mlp(dtype)
-        optimizer = optim.AdamW(model.parameters(), lr=3e-3)
-        autoamp.convert(model, optimizer)
-        return model, optimizer
-
-    data = [batch(dtype) for _ in range(8)]
-    model, optimizer = start()
-    for x in data[:4]:
-        train_once(model, optimizer, x)
-    weights, state = copy.deepcopy(model.state_dict()), saved(optimizer)
-    resumed, again = start()
-    if model_first:
-        resumed.load_state_dict(weights)
-    again.load_state_dict(state)
-    if not model_first:
-        resumed.load_state_dict(weights)
-    assert_same(contents(optimizer), contents(again))
-    for x in data[4:]:
-        train_once(model, optimizer, x)
-        train_once(resumed, again, x)
-    assert_same(contents(optimizer), contents(again))
-
-
 def test_masters_are_an_fp32_checkpoint_of_the_model(
     trained: tuple[nn.Sequential, Optimizer],
 ) -> None:
@@ -623,18 +477,6 @@ def test_masters_that_do_not_fit_change_nothing(
     state[KEY] = [1]
     with pytest.raises(autoamp.CheckpointError, match="not a dictionary"):
         optimizer.load_state_dict(state)
-
-
-def test_torch_refuses_the_state_of_other_groups(
-    trained: tuple[nn.Sequential, Optimizer],
-) -> None:
-    model, optimizer = trained
-    state, before = saved(optimizer), contents(optimizer)
-    state["param_groups"][0]["params"].pop()
-    with pytest.raises(ValueError, match="doesn't match"):
-        optimizer.load_state_dict(state)
-    assert_same(before, contents(optimizer))
-    train_once(model, optimizer)
 
 
 def test_a_plain_checkpoint_gives_masters_of_the_half_weights(
@@ -739,39 +581,6 @@ def test_an_output_of_one_element() -> None:
     got, true = model.inner[0].weight.grad, full.inner[0].weight.grad
     assert got is not None
     assert float((got - true).norm() / true.norm()) < 0.02
-
-
-OVERFLOWING: dict[str, Callable[[Any], Optimizer]] = {
-    "sgd": lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
-    "adamw fused": lambda p: optim.AdamW(p, lr=0.01, fused=True),
-    "by hand": lambda p: ByHand(p, lr=0.1),
-}
-
-
-def test_a_skipped_lbfgs_step_changes_no_bit() -> None:
-    model, x = mlp(FP16), batch(FP16)
-    optimizer: Any = optim.LBFGS(model.parameters(), max_iter=4)
-    autoamp.convert(model, optimizer, loss_scale=64.0)
-    evaluations = [0]
-    bad_from = [10**9]
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        evaluations[0] += 1
-        loss = loss_of(model, x)
-        (loss * (torch.inf if evaluations[0] >= bad_from[0] else 1.0)).backward()
-        return loss
-
-    optimizer.step(closure)
-    before = contents(optimizer)
-    bad_from[0] = evaluations[0] + 3
-    optimizer.step(closure)
-    assert optimizer.step_was_skipped
-    assert_same(before, contents(optimizer))
-    bad_from[0] = 10**9
-    optimizer.step(closure)
-    assert not optimizer.step_was_skipped
-    assert_rounded(optimizer)
 
 
 def test_nothing_of_a_half_model_is_lowered() -> None:
@@ -933,22 +742,6 @@ def test_a_model_made_fp32_goes_on_without() -> None:
     train_once(model, optimizer, batch(torch.float32))
     assert masters_of(optimizer) == {}
     assert model[0].weight.dtype == torch.float32
-
-
-def test_a_grad_scaler_steps_the_masters_too() -> None:
-    model, x = mlp(FP16), batch(FP16)
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    autoamp.convert(model, optimizer)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    start = model[0].weight.detach().clone()
-    for _ in range(2):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, x)).backward()
-        scaler.unscale_(optimizer)  # which refuses fp16 gradients
-        scaler.step(optimizer)
-        scaler.update()
-    assert not torch.equal(model[0].weight, start)
-    assert_rounded(optimizer)
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 import autoamp
 from tests.training.steps import (
     HUGE,
-    OPTIMIZERS,
     assert_same,
     fresh_copy,
     loss_of,
@@ -27,54 +26,6 @@ pytestmark = [pytest.mark.one_model, pytest.mark.usefixtures("device")]
 
 
 # -- closures --------------------------------------------------------------------------
-
-
-@pytest.mark.thorough(
-    but=[
-        "cpu-Adam-True-False",
-        "cpu-Adam-False-True",
-        "cpu-SGD-foreach-False-False",
-        "cpu-OldStyle-True-True",
-        "cpu-Rprop-True-False",
-        "cpu-Rprop-False-True",
-    ]
-)
-@pytest.mark.parametrize("keyword", [False, True])
-@pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("label", ["Adam", "SGD-foreach", "OldStyle", "Rprop"])
-def test_closures_are_evaluated_once(
-    base: nn.Module, label: str, named: bool, keyword: bool
-) -> None:
-    model = fresh_copy(base)
-    optimizer: Any = OPTIMIZERS[label](model)
-    if named:
-        name(optimizer, model)
-    for step, factor in enumerate((HUGE, 1.0, HUGE, 1.0)):
-        calls: list[torch.Tensor] = []
-
-        def closure(
-            step: int = step, factor: float = factor, calls: list[torch.Tensor] = calls
-        ) -> torch.Tensor:
-            assert torch.is_grad_enabled()
-            optimizer.zero_grad()
-            loss = loss_of(model, step, factor)
-            loss.backward()
-            calls.append(loss)
-            return loss
-
-        before = weights_of(model)
-        with torch.no_grad():
-            if keyword:
-                result = optimizer.step(closure=closure)
-            else:
-                result = optimizer.step(closure)
-        assert len(calls) == 1
-        skipped = factor != 1.0
-        assert optimizer.step_was_skipped == skipped
-        assert moved(before, model) != skipped
-        # The first step of one that was not named has begun: it returns what its own
-        # `step` makes of the closure, the same.
-        assert result is calls[0]
 
 
 def test_step_returns_what_it_returned(base: nn.Module) -> None:

@@ -116,25 +116,6 @@ def test_disabled_scaler_is_none() -> None:
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("factor", [1024.0, 2.0**-10])
-def test_loss_scaled_by_hand(factor: float) -> None:
-    torch.manual_seed(0)
-    base, results = mlp(), []
-    for by in (1.0, factor):
-        model = converted(copy.deepcopy(base))
-        optimizer: Any = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        for number in range(4):
-            optimizer.zero_grad()
-            loss_of(model, number, by).backward()
-            for p in model.parameters():
-                assert p.grad is not None
-                p.grad /= by
-            optimizer.step()
-            assert optimizer.step_was_skipped is False
-        results.append(weights_of(model))
-    assert_same(results[0], results[1])
-
-
 # -- several models --------------------------------------------------------------------
 
 
@@ -318,22 +299,6 @@ def test_weights_are_freed_although_runs_are_remembered() -> None:
     gc.collect()
     assert gone() is None
     assert [w() for w in weights] == [None] * len(weights)
-
-
-def test_runs_of_dead_weights_concern_nobody() -> None:
-    """Their ids are given to others; so is what they found, were it by id alone."""
-    model = converted()
-    loss_of(model, 0, HUGE).backward()
-    run = BACKWARDS.runs[-1]
-    held = {id(p): p for p in model.parameters()}
-    assert run.leaves.are_among(held)
-    others = {place: torch.zeros(3) for place in held}
-    assert not run.leaves.are_among(others)
-    held.clear()
-    del model
-    torch._dynamo.reset()
-    gc.collect()
-    assert not run.leaves.are_among(others)
 
 
 def test_runs_are_bounded_without_steps_and_none_is_lost(monkeypatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,6 @@ from tests.training.steps import (
     BF16,
     FP16,
     HUGE,
-    assert_same,
     converted,
     fresh_copy,
     loss_of,
@@ -232,31 +230,6 @@ def test_a_scale_that_reached_its_floor_in_this_backward_is_no_error_yet() -> No
     loss_of(model, 0, HUGE).backward()
     with pytest.raises(autoamp.LossScaleError):
         optimizers[0].step()
-
-
-@pytest.mark.thorough(but=["gone"])
-@pytest.mark.parametrize("graph", ["lives", "gone"])
-def test_a_scale_at_its_floor_is_not_judged_by_a_model_that_is_gone(graph: str) -> None:
-    """Whose weights had the ids that those of this one have now."""
-    other: Any = converted()
-    loss_of(other, 0, HUGE).backward()
-    run = BACKWARDS.runs[-1]
-    kept = run.origin.graph() if graph == "lives" else None
-    scale = autoamp.DynamicLossScale(2.0**15, min_scale=2.0**14)
-    model: Any = converted(loss_scale=scale)
-    ids = [id(p) for p in model.parameters()]
-    run.leaves.ids, run.leaves.known = ids, frozenset(ids)  # as chance has it
-    run.leaves.memories = dict(zip(ids, run.leaves.memories.values(), strict=True))
-    del other
-    torch._dynamo.reset()
-    gc.collect()
-    assert run.is_orphaned
-    assert (run.origin.graph() is None) is (kept is None)
-    parts = [torch.optim.SGD(model[i].parameters(), 0.1) for i in (0, 2)]
-    loss_of(model, 0, HUGE).backward()
-    for optimizer in parts:
-        optimizer.step()
-    assert scale.scale == 2.0**14
 
 
 # -- clipping by value -----------------------------------------------------------------
@@ -506,18 +479,3 @@ def test_runs_in_flight_are_left_to_the_scaler_too() -> None:
         assert finite(model.weight.grad)
         assert model.weight.grad.unique().tolist() == [2.0**14]
     assert all(not r.overflowed_on_host for r in BACKWARDS.runs[-2:])
-
-
-def test_weights_are_the_same_with_and_without_a_bystander(base: nn.Module) -> None:
-    results = []
-    for present in (False, True):
-        scalers = [torch.amp.GradScaler("cpu")] * present
-        model = fresh_copy(base)
-        optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
-        for number, factor in enumerate((HUGE, 1.0, 1.0)):
-            loss_of(model, number, factor).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append((weights_of(model), scaling_of(model).loss_scale.scale))
-        del scalers
-    assert_same(results[0], results[1])

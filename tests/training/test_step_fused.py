@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-import autoamp
 from autoamp import LossScaleError
 from tests.training.steps import (
     HUGE,
@@ -143,57 +142,6 @@ def test_loaded_state_met_at_its_first_step(base: nn.Module, lowest: bool) -> No
     assert optimizer.step_was_skipped is True
     assert_same((weights_of(model), state_of(optimizer)), before)
     assert len(scaling.ledger.skips) == 1
-
-
-@pytest.mark.usefixtures("as_on_gpu")
-@pytest.mark.parametrize("accumulate", [True, False])
-@pytest.mark.parametrize("label", FUSED)
-def test_gradients_that_were_never_zeroed(
-    base: nn.Module, label: str, accumulate: bool
-) -> None:
-    model = fresh_copy(base)
-    optimizer = make(label, model)
-    for number in range(2):
-        loss_of(model, number).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    before = weights_of(model)
-    loss_of(model, 3, HUGE).backward()
-    optimizer.step()
-    for number in range(3):
-        if accumulate:
-            loss_of(model, number).backward()
-        optimizer.step()
-        assert optimizer.step_was_skipped
-        assert_same(weights_of(model), before)
-    for set_to_none in (False, True, True):
-        optimizer.zero_grad(set_to_none)
-        before = weights_of(model)
-        loss_of(model, 5).backward()
-        optimizer.step()
-        assert not optimizer.step_was_skipped
-        assert moved(before, model)
-
-
-@pytest.mark.usefixtures("as_on_gpu")
-def test_gradients_are_looked_at_only_where_they_may_be_old(
-    base: nn.Module, monkeypatch
-) -> None:
-    looked: list[int] = []
-    real = autoamp.training.step.not_finite
-
-    def look(grads: Any) -> Any:
-        looked.append(1)
-        return real(grads)
-
-    monkeypatch.setattr("autoamp.training.step.not_finite", look)
-    model = fresh_copy(base)
-    optimizer = make("AdamW-fused", model)
-    for number in range(5):
-        loss_of(model, number, HUGE if number == 3 else 1.0).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert not looked
 
 
 def sgd_of(model: Any, momentum: float) -> Any:

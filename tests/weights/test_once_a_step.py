@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import threading
-from collections.abc import Callable
-
-import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import autoamp
 from autoamp.capture.graph import Graph
@@ -70,78 +65,6 @@ def test_copies_are_unwatched_after_steps_of_one_call_each() -> None:
     model(torch.ones(4, 8))  # a second call before the step
     assert reads_all(model)
     assert watched(model) == 6
-
-
-def test_micro_batches_keep_their_copies() -> None:
-    model, optimizer = trained(0)
-    for _ in range(2 * STEPS):
-        model(torch.ones(4, 8)).sum().backward()
-        model(torch.ones(4, 8)).sum().backward()
-        optimizer.step()
-    assert graph_of(model).copies.refreshed == 2 * STEPS * 6
-
-
-def by_step(weight: Tensor) -> None:
-    copies.before_write([weight])
-    with torch.no_grad():
-        weight.mul_(2)
-
-
-def unannounced(weight: Tensor) -> None:
-    weight.data.mul_(2)
-
-
-def elsewhere(weight: Tensor) -> None:
-    weight.data = weight.data * 2
-
-
-def through_numpy(weight: Tensor) -> None:
-    weight.detach().numpy()[:] *= 2
-
-
-@pytest.mark.thorough(but=["a step-by_step", "a call-through_numpy"])
-@pytest.mark.parametrize("write", [by_step, unannounced, elsewhere, through_numpy])
-@pytest.mark.parametrize("after", ["a step", "a call"])
-def test_every_write_is_seen(write: Callable[[Tensor], None], after: str) -> None:
-    model, _ = trained()
-    if after == "a call":
-        model(torch.ones(4, 8))
-    for weight in model.parameters():
-        write(weight)
-        model(torch.ones(4, 8))
-        assert reads_all(model)
-
-
-def in_a_thread(model: nn.Module) -> None:
-    thread = threading.Thread(target=model, args=(torch.ones(4, 8),))
-    thread.start()
-    thread.join()
-
-
-def without_gradients(model: nn.Module) -> None:
-    with torch.no_grad():
-        model(torch.ones(4, 8))
-
-
-def a_deep_copy(model: nn.Module) -> None:
-    copy.deepcopy(model)(torch.ones(4, 8))
-
-
-def a_part(model: nn.Module) -> None:
-    autoamp.convert(nn.Sequential(model[0]), do_no_harm=False)(torch.ones(4, 8))
-
-
-@pytest.mark.thorough(but=["a_deep_copy"])
-@pytest.mark.parametrize("other", [in_a_thread, without_gradients, a_deep_copy, a_part])
-def test_another_call_between_changes_no_copy_of_the_next(
-    other: Callable[[nn.Module], None],
-) -> None:
-    model, optimizer = trained()
-    for _ in range(3):
-        step(model, optimizer)
-        other(model)
-        model(torch.ones(4, 8))
-        assert reads_all(model)
 
 
 def test_a_graph_keeps_its_copies_until_its_backward() -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp import compat
-from autoamp.training.ledger import BACKWARDS
 from autoamp.weights import copies
 from tests.metrics import relative_error
 from tests.quick import each_with_one
@@ -86,19 +84,26 @@ def by_new_data(model: nn.Module) -> Iterator[None]:
         p.data = old
 
 
+def offload(model: nn.Module) -> list[Tensor]:
+    kept = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.untyped_storage().resize_(0)
+    return kept
+
+
+def bring_back(model: nn.Module, kept: list[Tensor]) -> None:
+    for p, value in zip(model.parameters(), kept, strict=True):
+        p.untyped_storage().resize_(value.nbytes)
+        p.data.copy_(value)
+
+
 @contextmanager
-def through_an_alias(model: nn.Module) -> Iterator[None]:
-    aliases: Any = model._aliases
-    kept = [alias.clone() for alias in aliases]
-    for alias in aliases:
-        alias.normal_(0, 5)
+def by_offloading(model: nn.Module) -> Iterator[None]:
+    kept = offload(model)
+    bring_back(model, [5 * torch.randn_like(value) for value in kept])
     yield
-    for alias, old in zip(aliases, kept, strict=True):
-        alias.copy_(old)
-
-
-EXCHANGES = [by_data_copy, by_new_data, through_an_alias]
-BETWEEN: dict[str, Callable[[], Any]] = {**MODES, "no mode": nullcontext}
+    offload(model)
+    bring_back(model, kept)
 
 
 def gradients(
@@ -127,8 +132,6 @@ def compare_gradients(
 ) -> None:
     exact = make()
     other = convert(copy.deepcopy(exact), **options)
-    for model in (exact, other):
-        model._aliases = [p.data for p in model.parameters()]
     x = torch.randn(3, WIDTH)
     found, expected = (
         gradients(m, x.clone().requires_grad_(), exchange, mode) for m in (other, exact)
@@ -136,71 +139,26 @@ def compare_gradients(
     assert relative_error(found, expected) < CLOSE
 
 
-@pytest.mark.thorough(but=["by_data_copy-training", "through_an_alias-no mode"])
-@pytest.mark.parametrize("mode", BETWEEN)
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: e.__name__)
-def test_backward_has_the_weights_of_its_own_forward(
-    exchange: Exchange, mode: str
-) -> None:
-    compare_gradients(mlp, exchange, BETWEEN[mode])
-
-
-@pytest.mark.thorough(but=["frozen-by_new_data"])
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: e.__name__)
-@pytest.mark.parametrize("make", [frozen, Recomputed])
-def test_so_have_frozen_weights_and_recomputed_regions(
-    make: Callable[[], nn.Module], exchange: Exchange
-) -> None:
-    compare_gradients(make, exchange)
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "fp16": {"precision": "fp16"},
-    "aot_eager": {"backend": aot_eager},  # what AOT autograd saves, without compiling
-    "every call": {"weight_copies": "every call"},
-}
-
-
 @pytest.mark.thorough(but=["every call"])
-@pytest.mark.parametrize("way", WAYS)
-def test_so_has_every_way_to_run(way: str) -> None:
-    compare_gradients(mlp, by_data_copy, **WAYS[way])
-
-
-def test_so_have_weights_that_are_copied_at_every_call() -> None:
-    arrays = []
-
-    def shared() -> nn.Module:
-        model = mlp()
-        arrays.extend(p.detach().numpy() for p in model.parameters())
-        return model
-
-    compare_gradients(shared, by_data_copy)
-
-
-def test_teacher_made_of_the_student_weights_between() -> None:
-    # Mean teacher: one module plays both, in each training step.
-    exact = mlp()
-    other, x = convert(copy.deepcopy(exact)), torch.randn(3, WIDTH)
-    results = []
-    for model in (exact, other):
-        optimizer = torch.optim.SGD(model.parameters(), 0.05)
-        average = [p.detach().clone() for p in model.parameters()]
-        for _ in range(4):
-            student = model(x)
-            own = [p.detach().clone() for p in model.parameters()]
-            for p, mean in zip(model.parameters(), average, strict=True):
-                p.data.copy_(mean)
-            with torch.no_grad():
-                teacher = model(x)
-            for p, mine, mean in zip(model.parameters(), own, average, strict=True):
-                p.data.copy_(mine)
-                mean.lerp_(mine, 0.5)
-            optimizer.zero_grad()
-            (student - teacher - 1).square().sum().backward()
-            optimizer.step()
-        results.append([p.detach() for p in model.parameters()])
-    assert relative_error(results[1], results[0]) < CLOSE
+@pytest.mark.parametrize(
+    ("make", "exchange", "options"),
+    [
+        pytest.param(mlp, by_data_copy, {"precision": "fp16"}, id="fp16"),
+        # What AOT autograd saves, without compiling.
+        pytest.param(mlp, by_data_copy, {"backend": aot_eager}, id="aot_eager"),
+        pytest.param(
+            mlp, by_new_data, {"weight_copies": "every call"}, id="every call"
+        ),
+        pytest.param(frozen, by_new_data, {}, id="frozen"),
+        pytest.param(Recomputed, by_data_copy, {}, id="recomputed"),
+        pytest.param(Recomputed, by_new_data, {}, id="recomputed, new data"),
+        pytest.param(mlp, by_offloading, {}, id="storages emptied and filled"),
+    ],
+)
+def test_backward_has_the_weights_of_its_own_forward(
+    make: Callable[[], nn.Module], exchange: Exchange, options: dict[str, Any]
+) -> None:
+    compare_gradients(make, exchange, **options)
 
 
 def test_steps_reuse_the_memory_of_copies_that_nobody_holds() -> None:
@@ -348,43 +306,7 @@ def test_an_overflow_before_a_swap_still_has_the_step_skipped() -> None:
     assert all(map(torch.equal, model.parameters(), before))
 
 
-def test_an_overflow_of_a_model_that_is_gone_concerns_nobody() -> None:
-    # Other weights may have its ids; an input of the caller's outlives the model.
-    model, x = convert(mlp(), "fp16", loss_scale=2.0**15), torch.randn(3, WIDTH)
-    x.requires_grad_()
-    (1e5 * model(x).sum()).backward()
-    run = BACKWARDS.runs[-1]
-    assert run.leaves.ids[0] in {id(p) for p in model.parameters()}
-    assert id(x) in run.leaves.ids
-    assert not run.is_orphaned
-    other = nn.Linear(WIDTH, 1)
-    ids = [id(p) for p in other.parameters()]
-    run.leaves.ids, run.leaves.known = ids, frozenset(ids)  # as chance has it
-    memories = run.leaves.memories.values()
-    run.leaves.memories = dict(zip(ids, memories, strict=False))
-    del model
-    gc.collect()
-    assert run.is_orphaned
-    before = other.weight.detach().clone()
-    other(x.detach()).sum().backward()
-    torch.optim.SGD(other.parameters(), 0.1).step()
-    assert not torch.equal(other.weight, before)
-
-
 # -- memory given back and taken again -------------------------------------------------
-
-
-def offload(model: nn.Module) -> list[Tensor]:
-    kept = [p.detach().clone() for p in model.parameters()]
-    for p in model.parameters():
-        p.untyped_storage().resize_(0)
-    return kept
-
-
-def bring_back(model: nn.Module, kept: list[Tensor]) -> None:
-    for p, value in zip(model.parameters(), kept, strict=True):
-        p.untyped_storage().resize_(value.nbytes)
-        p.data.copy_(value)
 
 
 def offloaded(model: nn.Module) -> None:
@@ -409,21 +331,6 @@ def test_storages_emptied_and_filled(
     change: Callable[[nn.Module], None], precision: str
 ) -> None:
     compare_training(change, precision)
-
-
-@contextmanager
-def by_offloading(model: nn.Module) -> Iterator[None]:
-    kept = offload(model)
-    bring_back(model, [5 * torch.randn_like(value) for value in kept])
-    yield
-    offload(model)
-    bring_back(model, kept)
-
-
-@pytest.mark.thorough(but=["training"])
-@pytest.mark.parametrize("mode", MODES)
-def test_storages_emptied_between_a_forward_and_its_backward(mode: str) -> None:
-    compare_gradients(mlp, by_offloading, MODES[mode])
 
 
 def test_the_copies_go_with_the_storage() -> None:
@@ -485,15 +392,6 @@ def test_every_call_copies_what_is_written_through_an_address(mode: str) -> None
         by.step()
         by_hand(model)
         assert compat.data_address(weight) == place
-
-
-@pytest.mark.parametrize(("kept", "times"), [("kept", 1), ("every call", 4)])
-def test_how_often_weights_are_copied(kept: str, times: int) -> None:
-    model, x = convert(mlp(), weight_copies=kept).eval(), torch.randn(3, WIDTH)
-    with torch.no_grad():
-        for _ in range(4):
-            model(x)
-    assert refreshed(model) == times * len(list(model.parameters()))
 
 
 def test_a_choice_that_there_is_not() -> None:

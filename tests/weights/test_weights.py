@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import autoamp
 from autoamp import compat
@@ -43,101 +42,11 @@ def error_now(model: nn.Module, x: Tensor) -> float:
         return relative_error([y], [model(x)])
 
 
-def optimizer_step(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.grad = torch.randn_like(p)
-    torch.optim.SGD(model.parameters(), 1.0).step()
-
-
-def data_copy(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.data.copy_(torch.randn_like(p))
-
-
-def data_new(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.data = torch.randn_like(p)
-
-
-def load_state_dict(model: nn.Module) -> None:
-    state = {k: torch.randn_like(v) for k, v in model.state_dict().items()}
-    model.load_state_dict(state)
-
-
-def in_place(model: nn.Module) -> None:
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p))
-
-
-def from_vector(model: nn.Module) -> None:
-    vector = torch.randn_like(parameters_to_vector(model.parameters()))
-    vector_to_parameters(vector, model.parameters())
-
-
-def in_inference_mode(model: nn.Module) -> None:
-    with torch.inference_mode():
-        for p in model.parameters():
-            p.copy_(torch.randn_like(p))
-
-
-def through_an_old_alias(model: nn.Module) -> None:
-    for alias in model._aliases:
-        alias.normal_()
-
-
-WRITES = [
-    optimizer_step,
-    data_copy,
-    data_new,
-    load_state_dict,
-    in_place,
-    from_vector,
-    in_inference_mode,
-    through_an_old_alias,
-]
 MODES: dict[str, Callable[[], Any]] = {
     "training": torch.enable_grad,
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
 }
-
-
-@pytest.mark.thorough(but=["in_place-training"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("write", WRITES, ids=lambda w: w.__name__)
-def test_no_write_goes_unnoticed(write: Callable[[nn.Module], None], mode: str) -> None:
-    model, x = mlp(), torch.randn(3, WIDTH)
-    model._aliases = [p.data for p in model.parameters()]
-    converted(model)
-    with MODES[mode]():
-        for _ in range(3):
-            assert error_now(model, x) < CLOSE
-    before = model(x).detach().clone()
-    for _ in range(2):
-        write(model)
-        with MODES[mode]():
-            assert error_now(model, x) < CLOSE
-    assert relative_error([model(x)], [before]) > 0.1, "the write changed nothing"
-
-
-def test_average_swapped_in_and_back_by_data() -> None:
-    model, x = converted(mlp()), torch.randn(3, WIDTH)
-    model(x).sum().backward()
-    optimizer_step(model)
-    model(x)
-    kept = [p.data.clone() for p in model.parameters()]
-    for p in model.parameters():
-        p.data.copy_(torch.randn_like(p))
-    with torch.no_grad():
-        model.eval()
-        assert error_now(model, x) < CLOSE
-    for p, old in zip(model.parameters(), kept, strict=True):
-        p.data.copy_(old)
-    model.train()
-    assert error_now(model, x) < CLOSE
-    with torch.no_grad():
-        assert error_now(model.eval(), x) < CLOSE
 
 
 def test_weight_that_changes_shape_strides_or_place() -> None:
@@ -149,20 +58,6 @@ def test_weight_that_changes_shape_strides_or_place() -> None:
         model[0].weight.data = torch.randn(6, 4)
         assert model(x).shape == (2, 6)
         assert error_now(model, x) < CLOSE
-
-
-def test_forward_forward_backward_forward_backward() -> None:
-    model, x = converted(mlp()), torch.randn(3, WIDTH)
-    first, second = model(x).sum(), model(x).sum()
-    first.backward()
-    third = model(x).sum()
-    second.backward()
-    third.backward()
-    gradients = [p.grad for p in model.parameters()]
-    plain = autoamp.revert(model)
-    plain.zero_grad()
-    (3 * plain(x).sum()).backward()
-    assert relative_error(gradients, [p.grad for p in plain.parameters()]) < CLOSE
 
 
 @pytest.mark.thorough(
@@ -285,14 +180,6 @@ def test_announcing_again_brings_the_sentinels_back() -> None:
     assert refreshed(model) - before == 3 * len(list(model.parameters()))
 
 
-def test_announcing_weights_without_copies_does_nothing() -> None:
-    with torch.no_grad():
-        converted(mlp())(torch.randn(3, WIDTH))  # so that there are copies of others
-    weights = [torch.randn(3), nn.Parameter(torch.randn(3))]
-    copies.before_write(weights)
-    copies.before_write(iter(weights))
-
-
 def test_step_that_raises_half_way() -> None:
     model, x = converted(mlp()), torch.randn(3, WIDTH)
     model(x).sum().backward()
@@ -327,40 +214,18 @@ def test_closure_that_writes_between_its_forwards() -> None:
     assert error_now(model, x) < CLOSE
 
 
-def test_clipping_by_data_after_the_step() -> None:
-    model, x = converted(mlp()), torch.randn(3, WIDTH)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def step_and_clip() -> None:
-        optimizer.step()
-        for p in model.parameters():
-            p.data.clamp_(-0.05, 0.05)
-
-    for _ in range(3):
-        accumulated(model, x, 2, step_and_clip)
-        assert error_now(model, x) < CLOSE
-        for p in model.parameters():
-            p.data.mul_(3).clamp_(-0.1, 0.1)  # and once more between the forwards
-
-
 class Lora(nn.Module):
-    """A frozen linear layer with a trained low-rank update, which can be merged."""
+    """A frozen linear layer with a trained low-rank update."""
 
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
         self.a = nn.Linear(WIDTH, 2, bias=False)
         self.b = nn.Linear(2, WIDTH, bias=False)
-        self.merged = False
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.base(x)
-        return y if self.merged else y + self.b(self.a(x))
-
-    def merge_adapter(self, sign: int = 1) -> None:
-        """As PEFT does: `base_layer.weight.data += delta`."""
-        self.base.weight.data += sign * (self.b.weight @ self.a.weight).detach()
-        self.merged = sign > 0
+        return y + self.b(self.a(x))
 
 
 @pytest.mark.parametrize("announced", [True, False])
@@ -386,21 +251,6 @@ def test_frozen_base_is_copied_once_while_the_adapter_trains(
         accumulated(model, x, 2, optimizer.step if announced else adapters_by_hand)
     assert sum(p is model.base.weight for p in copied) == 1
     assert sum(p is model.a.weight for p in copied) >= 5
-
-
-@pytest.mark.thorough(but=["training"])
-@pytest.mark.parametrize("mode", MODES)
-def test_adapter_merged_and_unmerged(mode: str) -> None:
-    model, x = converted(Lora()), torch.randn(3, WIDTH)
-    for _ in range(3):
-        with MODES[mode]():
-            assert error_now(model, x) < CLOSE
-        before = model(x).detach().clone()
-        model.merge_adapter()
-        with MODES[mode]():
-            assert error_now(model, x) < CLOSE
-        assert relative_error([model(x)], [before]) < CLOSE
-        model.merge_adapter(-1)
 
 
 def test_several_threads_that_train_have_no_sentinels() -> None:
@@ -492,14 +342,6 @@ def test_model_made_and_run_under_inference_mode_can_be_converted() -> None:
         assert error_now(model, x) < CLOSE
 
 
-def test_first_used_in_inference_then_trained() -> None:
-    model, x = converted(mlp()), torch.randn(3, WIDTH, requires_grad=True)
-    with torch.inference_mode():
-        model(x.detach())
-    model(x).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
 def test_threads_train_on_shared_weights() -> None:
     model, x = converted(mlp()), torch.randn(3, WIDTH, requires_grad=True)
     expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
@@ -555,16 +397,6 @@ def test_a_use_has_derivatives_of_every_order() -> None:
     assert torch.equal(slope, torch.full((2, 2), 6.75))
     slope.sum().backward()
     assert torch.equal(weight.grad, torch.full((2, 2), 9.0))
-
-
-def test_a_tensor_of_a_kind_of_its_own_has_a_function() -> None:
-    class Own(nn.Parameter):
-        pass
-
-    weight = Own(torch.ones(2))
-    assert "LowWeight" in str(low_weight(weight, torch.ones(2).bfloat16()).grad_fn)
-    frozen = low_weight(torch.ones(2), torch.ones(2).bfloat16())
-    assert not frozen.requires_grad
 
 
 def test_an_autograd_that_casts_nothing_is_noticed(
