@@ -35,6 +35,7 @@ FP16: dict[str, Any] = {
     "loss_scale": "dynamic",
     "do_no_harm": False,
 }
+SCALED_BF16: dict[str, Any] = {**BF16, "loss_scale": "dynamic"}
 
 
 # -- ranks that are not alike ----------------------------------------------------------
@@ -52,22 +53,29 @@ def train(rank: int, converted: list[dict[str, Any] | None], wrap: str) -> Train
     return steps(net, sgd, [batch(step, rank) for step in range(3)])
 
 
+KINDS = "DynamicLossScale on rank"
+PRECISIONS = "fp16 on rank 0; bf16 on rank 1"
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("wrap", "options"),
+    ("wrap", "options", "match"),
     [
-        ("ddp", (FP16, BF16)),
-        pytest.param("ddp", (BF16, FP16), marks=pytest.mark.slow),
-        pytest.param("fsdp", (FP16, BF16), marks=pytest.mark.slow),
-        pytest.param("fsdp", (BF16, FP16), marks=pytest.mark.slow),
+        ("ddp", (FP16, BF16), KINDS),
+        ("ddp", (FP16, SCALED_BF16), PRECISIONS),
+        pytest.param("ddp", (BF16, FP16), KINDS, marks=pytest.mark.slow),
+        pytest.param("fsdp", (FP16, BF16), KINDS, marks=pytest.mark.slow),
+        pytest.param("fsdp", (FP16, SCALED_BF16), PRECISIONS, marks=pytest.mark.slow),
     ],
 )
 def test_other_options_are_an_error_on_every_rank(
-    options: tuple[Any, Any], wrap: str, two: Ranks
+    options: tuple[Any, Any], wrap: str, match: str, two: Ranks
 ) -> None:
-    with pytest.raises(RankError, match="DynamicLossScale on rank") as told:
+    with pytest.raises(RankError, match=match) as told:
         two.run(train, list(options), wrap)
-    assert str(told.value).count("errors.RankError: the ranks have converted") == 2
+    said = str(told.value)
+    assert said.count("errors.RankError: the ranks have converted") == 2
+    assert "with the same options, on every rank" in said
 
 
 @pytest.mark.slow  # the other rank waits for its own collective to time out
@@ -180,26 +188,20 @@ def many(rank: int, count: int, wrap: str) -> tuple[list[float], list[bool], boo
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("wrap", "count"),
+    ("world", "wrap", "count"),
     [
-        ("ddp", 100),
-        pytest.param("ddp", 3000, marks=pytest.mark.slow),
-        pytest.param("fsdp", 1000, marks=pytest.mark.slow),
+        ("two", "ddp", 100),
+        pytest.param("two", "ddp", 3000, marks=pytest.mark.slow),
+        pytest.param("two", "fsdp", 1000, marks=pytest.mark.slow),
+        pytest.param("four", "ddp", 3000, marks=pytest.mark.slow),
+        pytest.param("four", "fsdp", 1000, marks=pytest.mark.slow),
     ],
 )
-def test_scales_are_equal_at_every_step(wrap: str, count: int, two: Ranks) -> None:
+def test_scales_are_equal_at_every_step(
+    world: str, wrap: str, count: int, request: pytest.FixtureRequest
+) -> None:
     """Of 3000 steps more than a thousand are skipped, of others a third."""
-    check_many(two, wrap, count)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("wrap", "count"), [("ddp", 3000), ("fsdp", 1000)])
-def test_scales_of_four_ranks_are_equal(wrap: str, count: int, four: Ranks) -> None:
-    check_many(four, wrap, count)
-
-
-def check_many(ranks: Ranks, wrap: str, count: int) -> None:
-    results = ranks.run(many, count, wrap, deadline=250)
+    results = request.getfixturevalue(world).run(many, count, wrap, deadline=250)
     first = results[0]
     for scales, skipped, finite in results:
         assert finite

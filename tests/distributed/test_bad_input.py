@@ -18,11 +18,10 @@ import autoamp
 from autoamp.training import ranks
 from tests.distributed.ranks import RankError, Ranks
 from tests.distributed.test_fsdp import sharded
-from tests.distributed.training import WIDE, WIDTH, Block, Net, Trained, batch, steps
+from tests.distributed.training import WIDE, WIDTH, Block, Net, batch, steps
 from tests.small_models import BF16
 
 FP16: dict[str, Any] = {**BF16, "precision": "fp16", "loss_scale": "dynamic"}
-SCALED_BF16: dict[str, Any] = {**BF16, "loss_scale": "dynamic"}
 BY_NAME = {"fp16": FP16, "bf16": BF16}
 
 
@@ -39,14 +38,14 @@ def die() -> None:
 # -- a rank that dies ------------------------------------------------------------------
 
 
-def dies(rank: int, wrap: str, precision: str, when: str) -> None:
-    """Rank 1 dies, in the greeting or between two steps."""
+def dies(rank: int, wrap: str, precision: str, stepped: bool, when: str) -> None:
+    """Rank 1 dies before or after a backward, in the greeting or after a step."""
     net = wrapped(wrap, BY_NAME[precision])
     sgd = torch.optim.SGD(net.parameters(), 0.01)
-    if when == "between":
+    if stepped:
         steps(net, sgd, [batch(0, rank)])
     x, y = batch(1, rank)
-    if when == "between" and rank == 1:
+    if rank == 1 and when == "before":
         die()
     nn.functional.mse_loss(net(x), y).backward()
     if rank == 1:
@@ -71,7 +70,7 @@ def survivors(ranks: Ranks, *args: Any, deadline: float = 60) -> str:
 def test_a_rank_that_dies_in_the_greeting(
     wrap: str, precision: str, two: Ranks
 ) -> None:
-    said = survivors(two, dies, wrap, precision, "greeting")
+    said = survivors(two, dies, wrap, precision, False, "after")
     assert "errors.RankError: rank 1 has not stepped its converted Net" in said
     assert "see whether the rank has died" in said
 
@@ -81,25 +80,14 @@ def test_a_rank_that_dies_in_the_greeting(
 @pytest.mark.slow
 def test_a_rank_that_dies_between_steps(wrap: str, precision: str, two: Ranks) -> None:
     """The wrapper's own collective is the first to find the rank gone."""
-    said = survivors(two, dies, wrap, precision, "between")
+    said = survivors(two, dies, wrap, precision, True, "before")
     assert "Connection closed by peer" in said or "Connection reset" in said
-
-
-def dies_before_the_agreement(rank: int) -> None:
-    net = wrapped("ddp", FP16)
-    sgd = torch.optim.SGD(net.parameters(), 0.01)
-    steps(net, sgd, [batch(0, rank)])
-    x, y = batch(1, rank)
-    nn.functional.mse_loss(net(x), y).backward()
-    if rank == 1:
-        die()
-    sgd.step()
 
 
 @pytest.mark.slow
 def test_a_rank_that_dies_before_the_agreement(four: Ranks) -> None:
     # gloo reduces in a ring: a rank that is no neighbour waits for its timeout.
-    said = survivors(four, dies_before_the_agreement, deadline=150)
+    said = survivors(four, dies, "ddp", "fp16", True, "after", deadline=150)
     assert said.count("errors.RankError: a rank does not take part") == 3
     assert "start all ranks again" in said
 
@@ -130,23 +118,6 @@ def test_a_store_that_died_is_named(two: Ranks) -> None:
 
 
 # -- ranks that are not alike ----------------------------------------------------------
-
-
-def other_precisions(rank: int, wrap: str) -> Trained:
-    """Both ranks scale the loss, one in fp16 and the other in bf16."""
-    net = wrapped(wrap, (FP16, SCALED_BF16)[rank])
-    sgd = torch.optim.SGD(net.parameters(), 0.01)
-    return steps(net, sgd, [batch(step, rank) for step in range(2)])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("wrap", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_another_precision_is_an_error_on_every_rank(wrap: str, two: Ranks) -> None:
-    with pytest.raises(RankError, match="fp16 on rank 0; bf16 on rank 1") as told:
-        two.run(other_precisions, wrap)
-    said = str(told.value)
-    assert said.count("errors.RankError: the ranks have converted") == 2
-    assert "with the same options, on every rank" in said
 
 
 def half_a_pipeline(rank: int, converted: int) -> None:

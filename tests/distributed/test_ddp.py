@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,12 +22,10 @@ from tests.distributed.training import (
     Net,
     Trained,
     batch,
-    slow,
     steps,
     zero_adamw,
 )
 from tests.small_models import Quiet
-from tests.trainers.harness import bound
 
 STEPS, BAD = 6, 3
 SCALED: dict[str, Any] = {
@@ -35,64 +33,6 @@ SCALED: dict[str, Any] = {
     "loss_scale": "dynamic",
     "do_no_harm": False,
 }
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "converted after": {"after": True},
-    "small buckets": {"bucket_cap_mb": 0.001},
-    "static graph": {"static_graph": True},
-    "gradients are views": {"gradient_as_bucket_view": True},
-    "accumulation": {"no_sync": True},
-    "unused parameters": {"branch": True, "find_unused_parameters": True},
-    "zero": {"zero": True},
-    "reduced in fp16": {"hook": "fp16"},
-    "PowerSGD": {"hook": "powersgd"},
-}
-
-
-def train(
-    rank: int,
-    *,
-    mixed: str = "ours",
-    after: bool = False,
-    branch: bool = False,
-    no_sync: bool = False,
-    zero: bool = False,
-    hook: str = "",
-    bad: int = BAD,
-    backend: str = "eager",
-    **settings: Any,
-) -> Trained:
-    """Six steps; the gradients of rank 1 overflow in one of them."""
-    net = Net(branch)
-    if mixed == "ours" and not after:
-        autoamp.convert(net, backend=backend, **SCALED)
-    ddp = DistributedDataParallel(net, **settings)
-    if mixed == "ours" and after:
-        autoamp.convert(ddp, **SCALED)
-    if hook == "fp16":
-        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    elif hook == "powersgd":
-        state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
-        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    optimizer: Any = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
-    if zero:
-        optimizer = zero_adamw(ddp)
-    calls = iter(range(STEPS * 2))
-
-    def call(x: Tensor) -> Tensor:
-        # In every step the branch is used by one rank, and not by the other.
-        return ddp(x, branch and (next(calls) + rank) % 2 == 0)
-
-    return steps(
-        ddp,
-        optimizer,
-        [batch(step, rank) for step in range(STEPS)],
-        bad=[bad] if rank == 1 else (),
-        call=call,
-        accumulate=(lambda _: ddp.no_sync()) if no_sync else None,
-        autocast=mixed == "autocast",
-    )
 
 
 def agreed(results: list[Trained]) -> Trained:
@@ -103,47 +43,6 @@ def agreed(results: list[Trained]) -> Trained:
         assert other.skipped == first.skipped
         assert other.scales == first.scales
     return first
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "setting",
-    slow(SETTINGS, "plain", "converted after", "unused parameters", "reduced in fp16"),
-)
-def test_ranks_skip_the_same_step(setting: str, two: Ranks) -> None:
-    trained = agreed(two.run(train, **SETTINGS[setting]))
-    assert trained.skipped == [step == BAD for step in range(STEPS)]
-    assert trained.weights[BAD] == trained.weights[BAD - 1]
-    assert trained.weights[BAD + 1] != trained.weights[BAD]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", [{}, {"zero": True}])
-def test_ranks_skip_the_first_step(setting: dict[str, Any], two: Ranks) -> None:
-    trained = agreed(two.run(train, bad=0, **setting))
-    assert trained.skipped == [step == 0 for step in range(STEPS)]
-    assert trained.weights[1] != trained.weights[0]
-
-
-@pytest.mark.thorough
-@pytest.mark.row("DistributedDataParallel")
-@pytest.mark.parametrize("setting", slow(["plain", "accumulation", "zero"], "plain"))
-def test_losses_are_as_near_to_fp32s_as_autocasts(setting: str, two: Ranks) -> None:
-    more = {**SETTINGS[setting], "bad": -1}
-    ours, plain, autocast = (
-        torch.tensor([r.losses for r in two.run(train, mixed=mixed, **more)])
-        for mixed in ("ours", "no", "autocast")
-    )
-    deviation = float((ours - plain).abs().max())
-    assert 0 < deviation <= bound(plain, autocast)
-
-
-@pytest.mark.row("with a compiler")
-@pytest.mark.slow
-@pytest.mark.parametrize("cap", [25, 0.001])
-def test_compiled_graphs_skip_the_same_step(cap: float, two: Ranks) -> None:
-    run = two.run(train, backend="inductor", bucket_cap_mb=cap, deadline=200)
-    assert agreed(run).skipped == [step == BAD for step in range(STEPS)]
 
 
 # -- a rank that did nothing which the others could wait for ---------------------------
@@ -267,25 +166,6 @@ def test_a_gradient_clipped_before_it_is_reduced(after: bool, two: Ranks) -> Non
     assert results[0].weights == results[1].weights
     for each in results:
         assert each.skipped == [step == BAD for step in range(STEPS)]
-
-
-def train_near_the_limit(rank: int) -> Trained:
-    """The gradients of one step are finite on both ranks, and too large for fp16."""
-    ddp = DistributedDataParallel(autoamp.convert(nn.Linear(16, 4), **SCALED))
-    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    optimizer = torch.optim.SGD(ddp.parameters(), 1e-9)
-    batches = [batch(step, rank) for step in range(STEPS)]
-    batches[BAD][1].fill_(4e6)
-    return steps(ddp, optimizer, batches)
-
-
-@pytest.mark.thorough
-@pytest.mark.row("communication hooks")
-def test_a_gradient_that_overflows_as_it_is_reduced(two: Ranks) -> None:
-    trained = agreed(two.run(train_near_the_limit))
-    assert trained.skipped[BAD]
-    assert trained.weights[BAD] == trained.weights[BAD - 1]
-    assert not any(trained.skipped[:BAD])
 
 
 def train_with_other_sizes(rank: int) -> Trained:

@@ -26,14 +26,11 @@ from tests.distributed.ranks import Ranks
 from tests.distributed.traffic import counting
 from tests.distributed.training import Block, Net, Trained, batch, slow, steps
 from tests.small_models import BF16
-from tests.trainers.harness import bound
 
-STEPS, BAD = 6, 3
-SCALED = {**BF16, "precision": "fp16", "loss_scale": "dynamic"}
+STEPS = 6
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "converted after": {"after": True},
     "root alone": {"blocks": False},
     "kept until the backward": {"reshard_after_forward": False},
     "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
@@ -67,74 +64,20 @@ def sharded(
 def train(
     rank: int,
     mixed: str = "ours",
-    *,
-    bad: int = -1,
-    after: bool = False,
-    count: int = STEPS,
-    options: dict[str, Any] = BF16,
     **settings: Any,
-) -> tuple[Trained, float]:
-    """Some steps, and the share of flops that ran low."""
+) -> Trained:
+    """Some steps."""
     net = Net()
-    if mixed == "ours" and not after:
-        autoamp.convert(net, **options)
+    if mixed == "ours":
+        autoamp.convert(net, **BF16)
     net = sharded(net=net, **settings)
-    if mixed == "ours" and after:
-        autoamp.convert(net, **options)
     trained = steps(
         net,
         torch.optim.AdamW(net.parameters(), lr=1e-2),
-        [batch(step, rank) for step in range(count)],
-        bad=[bad] if rank == 1 else (),
-        autocast=mixed == "autocast",
+        [batch(step, rank) for step in range(STEPS)],
     )
-    if mixed != "ours":
-        return trained, 0.0
     assert {p.dtype for p in net.parameters()} == {torch.float32}
-    return trained, autoamp.report(net).coverage.share_of_flops or 0.0
-
-
-def losses(results: list[tuple[Trained, float]]) -> Tensor:
-    return torch.tensor([trained.losses for trained, _ in results])
-
-
-@pytest.mark.thorough
-@pytest.mark.row("FSDP2 (fully_shard)")
-@pytest.mark.parametrize("setting", slow(SETTINGS, "plain"))
-def test_all_products_are_low(setting: str, two: Ranks) -> None:
-    more = SETTINGS[setting]
-    results = two.run(train, **more)
-    assert [share for _, share in results] == [1, 1]
-    assert results[0][0].weights == results[1][0].weights
-    common = {k: v for k, v in more.items() if k != "after"}
-    plain, autocast = (
-        losses(two.run(train, mixed, **common)) for mixed in ("no", "autocast")
-    )
-    deviation = float((losses(results) - plain).abs().max())
-    assert 0 < deviation <= bound(plain, autocast)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("bad", [pytest.param(0, marks=pytest.mark.slow), BAD])
-@pytest.mark.parametrize(
-    "setting", slow(["plain", "root alone", "checkpointed"], "plain")
-)
-def test_ranks_skip_the_same_step(setting: str, bad: int, two: Ranks) -> None:
-    results = two.run(train, bad=bad, options=SCALED, **SETTINGS[setting])
-    for trained, _ in results:
-        assert trained.skipped == [step == bad for step in range(STEPS)]
-        assert trained.weights == results[0][0].weights
-        assert trained.scales == results[0][0].scales
-
-
-@pytest.mark.slow
-def test_replicas_skip_the_same_step(four: Ranks) -> None:
-    results = four.run(train, bad=BAD, options=SCALED, replicas=2)
-    for trained, share in results:
-        assert share == 1
-        assert trained.skipped == [step == BAD for step in range(STEPS)]
-        assert trained.weights == results[0][0].weights
-        assert trained.scales == results[0][0].scales
+    return trained
 
 
 # -- traffic ---------------------------------------------------------------------------
@@ -145,7 +88,7 @@ def traffic(rank: int, mixed: str, *, low: bool = True, **more: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch, counting() as sizes:
         if not low:
             patch.setattr(compat, "may_gather_low", lambda *_: False)
-        trained, _ = train(rank, mixed, **more)
+        trained = train(rank, mixed, **more)
     return trained, sum(sizes[len(sizes) * 2 // STEPS :])
 
 

@@ -18,15 +18,9 @@ from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 
 import autoamp
-from autoamp.errors import AutoampError
 from autoamp.graph_functions import (
-    low_weight,
-    low_weight_unscaled,
-    low_weights_unscaled,
     scaled_result,
-    unscale_grad,
 )
-from autoamp.rewrite.edge import scale_edge as edge
 from autoamp.training.ledger import BACKWARDS
 from tests.models import BY_NAME, LARGE, Case
 from tests.quick import each_with_one, explored, some_slow
@@ -167,20 +161,6 @@ def test_inductor_too(name: str) -> None:
     check_compiled(name, "inductor")
 
 
-@pytest.mark.parametrize(
-    ("name", "broken"),
-    [
-        ("scaled_result", lambda value, _: value.float()),
-        ("low_weight_unscaled", lambda weight, copy, *_: low_weight(weight, copy)),
-    ],
-)
-def test_the_table_can_fail(name: str, broken: Any, monkeypatch) -> None:
-    """A scale that is missed at one edge shows."""
-    monkeypatch.setattr(edge, name, broken)
-    with pytest.raises((AssertionError, AutoampError)):
-        test_the_scale_changes_no_bit("returns_used_inside")
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3,), (700, 750), (2, 640, 512)])
 @pytest.mark.parametrize("turned", [False, True])
@@ -297,11 +277,8 @@ def test_gradients_below_fp16_come_back() -> None:
     ours, exact = tiny_gradients(2.0**30)
     for name, value in exact.items():
         assert (ours[name] - value).norm() <= 2 * EPS["fp16"] * value.norm(), name
-
-
-def test_without_a_scale_they_are_lost() -> None:
-    ours, _ = tiny_gradients("off")
-    assert not any(value.any() for value in ours.values())
+    lost, _ = tiny_gradients("off")
+    assert not any(value.any() for value in lost.values())
 
 
 COMPARED = ["mlp", "tied_lm", "finfo_mask", "in_place"]
@@ -443,19 +420,13 @@ def often(precision: str) -> nn.Module:
 @pytest.mark.thorough(but=["cpu-fp16"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_weight_used_often_gets_every_use(precision: str) -> None:
-    """2048 + 21 is a number of neither bf16 nor fp16: its uses are summed in fp32."""
-    model = often(precision)
-    model(torch.ones(1, 2)).sum().backward()
-    assert model.weight.grad.unique().tolist() == [2048 + 21]
+    """2048 + 21 is a number of neither bf16 nor fp16: its uses are summed in fp32.
 
-
-@pytest.mark.thorough(but=["cpu-fp16"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_an_input_used_often_gets_every_use(precision: str) -> None:
-    """The cast that the uses share has no gradient of its own to unscale."""
-    x = torch.ones(1, 2, requires_grad=True)
-    model = often(precision)
+    So are those of an input, whose shared cast has no gradient of its own to unscale.
+    """
+    model, x = often(precision), torch.ones(1, 2, requires_grad=True)
     model(x).sum().backward()
+    assert model.weight.grad.unique().tolist() == [2048 + 21]
     assert x.grad.unique().tolist() == [2048 + 21]
 
 
@@ -481,28 +452,12 @@ def test_a_scale_that_moves_is_the_forwards_own(backend: str) -> None:
     assert len(autoamp.report(model).graphs) == 1, "a new scale is a new graph"
 
 
-def test_the_graph_shows_it() -> None:
-    model = converting(loss_scale=S)(Net(FORWARDS["used_inside"]))
-    model(given().requires_grad_())
-    with torch.no_grad():
-        model(given())
-    trained, plain = autoamp.report(model).graphs
-    targets = {n.target for n in trained.graph.nodes}
-    on_gpu = torch.get_default_device().type == "cuda"
-    use = low_weights_unscaled if on_gpu else low_weight_unscaled
-    assert {scaled_result, unscale_grad, use} <= targets
-    names = [n.name for n in trained.graph.nodes if n.op == "placeholder"]
-    assert names[-3:] == ["loss_scale", "inv_loss_scale", "found_inf"]
-    assert "loss_scale" not in plain.code
-    off = converting(loss_scale="off")(Net())
-    off(given())
-    assert "loss_scale" not in autoamp.report(off).graphs[0].code
-
-
 def test_a_graph_with_a_boundary_runs_from_its_printed_code() -> None:
     model = converting(loss_scale=S)(Net(FORWARDS["used_inside"]))
     model(given())
     (graph,) = autoamp.report(model).graphs
+    names = [n.name for n in graph.graph.nodes if n.op == "placeholder"]
+    assert names[-3:] == ["loss_scale", "inv_loss_scale", "found_inf"]
     rebuilt = from_printed_code(graph)
     assert text_of(rebuilt) == text_of(graph)
     args = [

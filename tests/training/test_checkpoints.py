@@ -5,12 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import os
 import pickle
-import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +20,6 @@ from tests.training.steps import (
     BF16,
     HUGE,
     assert_same,
-    differences,
     loss_of,
     mlp,
     moved,
@@ -134,61 +128,6 @@ def test_saved_again_before_the_first_step(order: str) -> None:
     saved = whole.save()
     twice = resumed(resumed(saved, order).save(), "named, loaded")
     assert_same(twice.everything(), whole.everything())
-
-
-def test_loaded_in_the_middle() -> None:
-    training = Training().convert()
-    for number in range(4):
-        training.step(number)
-    saved, then = training.save(), copy.deepcopy(training.everything())
-    for number in range(4, 9):
-        training.step(number)
-    assert differences(training.everything(), then)
-    training.load(saved)
-    assert_same(training.everything(), then)
-
-
-SCRIPT = """
-import os, sys
-from pathlib import Path
-from tests.training.test_checkpoints import STEPS, Training
-
-path, kill_at = Path(sys.argv[1]), int(sys.argv[2])
-training = Training().convert()
-begin = 0
-if path.exists():
-    number, _, saved = path.read_bytes().partition(b"|")
-    begin = int(number)
-    training.load(saved)
-for number in range(begin, STEPS):
-    training.step(number)
-    part = path.with_suffix(".part")
-    part.write_bytes(str(number + 1).encode() + b"|" + training.save())
-    part.replace(path)
-    if number + 1 == kill_at:
-        os.kill(os.getpid(), 9)
-"""
-
-
-@pytest.mark.slow
-def test_killed_between_steps_and_resumed(tmp_path) -> None:
-    root = Path(autoamp.__file__).parent.parent
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    file, script = tmp_path / "checkpoint", tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    for kill_at, code in ((3, -signal.SIGKILL), (8, -signal.SIGKILL), (-1, 0)):
-        done = subprocess.run(
-            [sys.executable, str(script), str(file), str(kill_at)],
-            cwd=root,
-            env=environment,
-            check=False,
-        )
-        assert done.returncode == code
-    whole = Training().convert()
-    for number in range(STEPS):
-        whole.step(number)
-    saved = file.read_bytes().partition(b"|")[2]
-    assert_same(Training().convert().load(saved).everything(), whole.everything())
 
 
 # -- in and out of runs without us -----------------------------------------------------

@@ -48,7 +48,9 @@ pytestmark = pytest.mark.one_model
 SCALE: dict[str, Any] = {"init_scale": 2.0**15, "growth_interval": 3}
 GUARD: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 
-BAD = (math.inf, -math.inf, math.nan)
+FACTORS = st.sampled_from([*[1.0] * 6, math.inf, -math.inf, math.nan])
+"""What a loss is multiplied by: its gradients are then finite or not."""
+
 CLIPS: dict[str, Callable[[Any], Any]] = {
     "none": lambda _: None,
     "norm": functools.partial(nn.utils.clip_grad_norm_, max_norm=1.0),
@@ -130,11 +132,25 @@ class AsGradScaler(RuleBasedStateMachine):
         results = [model(x.to(dtype)).float() for model in (self.ours, self.theirs)]
         return [nn.functional.mse_loss(result, y) * factor for result in results]
 
-    @rule(factor=st.sampled_from([*[1.0] * 9, *BAD]))
+    @rule(factor=FACTORS)
     def micro_batch(self, factor: float) -> None:
         ours, theirs = self.losses(factor)
         ours.backward()
         self.scaler.scale(theirs).backward()
+
+    @rule(first=FACTORS, second=FACTORS, thrown_away=st.booleans())
+    def two_backwards(self, first: float, second: float, thrown_away: bool) -> None:
+        """Over one forward; the gradients of the first may be thrown away."""
+        ours, theirs = self.losses(1.0)
+        (ours * first).backward(retain_graph=True)
+        self.scaler.scale(theirs * first).backward(retain_graph=True)
+        if thrown_away:
+            self.zero(True)
+        (ours * second).backward()
+        self.scaler.scale(theirs * second).backward()
+        self.has_gradients = True
+        kept = [second] if thrown_away else [first, second]
+        self.overflowed |= not all(map(math.isfinite, kept))
 
     @precondition(lambda self: self.has_gradients)
     @rule(
@@ -150,7 +166,7 @@ class AsGradScaler(RuleBasedStateMachine):
         self.take([None] * len(self.optimizers), turned)
         self.zero(set_to_none)
 
-    @rule(factor=st.sampled_from([*[1.0] * 4, *BAD]), keyword=st.booleans())
+    @rule(factor=FACTORS, keyword=st.booleans())
     def step_by_closure(self, factor: float, keyword: bool) -> None:
         """A GradScaler takes no closure: it is told of the backward before."""
         self.zero(True)

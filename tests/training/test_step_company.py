@@ -190,24 +190,6 @@ def test_one_scale_given_to_two_models() -> None:
     assert [loss_scale(m).scale for m in models] == [2.0**14] * 2 == [shared.scale] * 2
 
 
-def test_several_models_in_one_optimizer() -> None:
-    models = [converted(), converted()]
-    params = [p for m in models for p in m.parameters()]
-    optimizer: Any = torch.optim.SGD(params, 0.1, momentum=0.9)
-    for number, factors in enumerate(
-        [(1.0, 1.0), (HUGE, 1.0), (1.0, HUGE), (1.0, 1.0)]
-    ):
-        before = [weights_of(m) for m in models]
-        for model, factor in zip(models, factors, strict=True):
-            loss_of(model, number, factor).backward()
-            torch.nn.utils.clip_grad_value_(params, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert optimizer.step_was_skipped == (HUGE in factors)
-        for model, old in zip(models, before, strict=True):
-            assert moved(old, model) != (HUGE in factors)
-
-
 # -- what becomes of an optimizer ------------------------------------------------------
 
 

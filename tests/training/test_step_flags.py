@@ -335,34 +335,6 @@ def test_some_gradients_of_an_optimizer_are_zeroed(base: nn.Module) -> None:
 # -- several backwards over one run ----------------------------------------------------
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_second_backward_is_judged_by_itself(
-    base: nn.Module, set_to_none: bool
-) -> None:
-    model = fresh_copy(base)
-    optimizer: Any = name(torch.optim.SGD(model.parameters(), 0.1), model)
-    for first, kept, second in (
-        (HUGE, False, 1.0),  # thrown away
-        (HUGE, True, 1.0),  # accumulated
-        (1.0, True, HUGE),
-        (1.0, False, HUGE),
-        (1.0, True, 1.0),
-    ):
-        optimizer.zero_grad(set_to_none)
-        before = weights_of(model)
-        loss = loss_of(model, 0)
-        (loss * first).backward(retain_graph=True)
-        nn.utils.clip_grad_value_(model.parameters(), 1.0)
-        if not kept:
-            optimizer.zero_grad(set_to_none)
-        (loss * second).backward()
-        nn.utils.clip_grad_value_(model.parameters(), 1.0)
-        optimizer.step()
-        bad = second != 1.0 or (kept and first != 1.0)
-        assert optimizer.step_was_skipped == bad
-        assert moved(before, model) != bad
-
-
 def test_a_third_backward_of_which_the_second_was_thrown_away(base: nn.Module) -> None:
     model = fresh_copy(base)
     optimizer: Any = name(torch.optim.SGD(model.parameters(), 0.1), model)

@@ -349,21 +349,6 @@ def test_the_copies_go_with_the_storage() -> None:
     assert refreshed(model) == before, "they are watched again"
 
 
-def test_a_storage_is_told_of_once_whoever_asks_how_often() -> None:
-    told: list[Any] = []
-    tensor = torch.zeros(4)
-    first = compat.watch_memory(tensor, "a", told.append)
-    again = compat.watch_memory(tensor, "a", told.append)
-    other = compat.watch_memory(tensor, "b", told.append)
-    assert compat.lies_in(tensor, first)
-    tensor.untyped_storage().resize_(64)
-    assert told == [again, other]
-    tensor.untyped_storage().resize_(8)
-    assert len(told) == 2
-    del tensor
-    assert len(told) == 5, "freed, for each"
-
-
 # -- addresses taken once --------------------------------------------------------------
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import autoamp
 from autoamp import compat
 from autoamp.capture.graph import Graph
-from autoamp.compat import gradients
 from autoamp.graph_functions import low_weight
 from autoamp.model.conversion import conversion_of
 from autoamp.weights import copies
@@ -164,22 +163,6 @@ def test_unannounced_steps_lose_their_sentinels_after_two() -> None:
         assert refreshed(model) - before == len(weights) * (1 if step < 2 else 8)
 
 
-def test_announcing_again_brings_the_sentinels_back() -> None:
-    model, x = converted(mlp()), torch.randn(3, WIDTH)
-    for _ in range(4):
-        accumulated(model, x, 2, lambda: by_hand(model))
-
-    def announced() -> None:
-        copies.before_write(model.parameters())
-        by_hand(model)
-
-    accumulated(model, x, 2, announced)
-    before = refreshed(model)
-    for _ in range(3):
-        accumulated(model, x, 4, announced)
-    assert refreshed(model) - before == 3 * len(list(model.parameters()))
-
-
 def test_step_that_raises_half_way() -> None:
     model, x = converted(mlp()), torch.randn(3, WIDTH)
     model(x).sum().backward()
@@ -269,17 +252,6 @@ def test_several_threads_that_train_have_no_sentinels() -> None:
         assert known[id(p)].sentinel is None
     by_hand(model)
     assert error_now(model, x) < CLOSE
-
-
-def test_a_change_is_copied_once() -> None:
-    model, x = converted(mlp()).eval(), torch.randn(3, WIDTH)
-    with torch.no_grad():
-        model(x)
-        before = refreshed(model)
-        model[0].weight.mul_(2)
-        model(x)
-        model(x)
-    assert refreshed(model) == before + 1
 
 
 def low_copy(weight: Tensor) -> Tensor | None:
@@ -388,26 +360,3 @@ def test_gradients_of_uses_are_summed_in_fp32(
     assert torch.equal(weight.grad, torch.full((3, 2), 1000.0))
     assert torch.equal(weight, torch.ones(3, 2))
     assert weight.dtype == torch.float32
-
-
-def test_a_use_has_derivatives_of_every_order() -> None:
-    weight = nn.Parameter(torch.full((2, 2), 1.5))
-    use = low_weight(weight, weight.detach().bfloat16())
-    (slope,) = torch.autograd.grad(use.pow(3).sum(), weight, create_graph=True)
-    assert torch.equal(slope, torch.full((2, 2), 6.75))
-    slope.sum().backward()
-    assert torch.equal(weight.grad, torch.full((2, 2), 9.0))
-
-
-def test_an_autograd_that_casts_nothing_is_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuses(*_: object) -> Tensor:
-        raise RuntimeError("incompatible tensor type")
-
-    monkeypatch.setattr(gradients, "seen_as", refuses)
-    gradients.casts_gradients.cache_clear()
-    try:
-        assert not gradients.casts_gradients()
-    finally:
-        gradients.casts_gradients.cache_clear()
