@@ -278,29 +278,6 @@ def test_choices_are_told_in_words(
     assert [d.choice for d in found.decisions.values()] == choices
 
 
-def test_a_decision_repeats_what_is_known() -> None:
-    graph = facts(
-        fact("conv", modules=("net", "net.conv"), source="net.py:3: self.conv(x)"),
-        fact("view", "conv", storage=1),
-        returned=["view"],
-        outside=[1],
-    )
-    verdicts = {
-        "conv": verdict("allow", (), listed=False, origin="bf16.toml"),
-        "view": verdict("clear"),
-    }
-    found = assigned(graph, verdicts, {"conv": (90, 5), "view": (0, 0)}).decisions
-    conv = found["conv"]
-    assert (conv.name, conv.op) == ("conv", "aten::conv.default")
-    assert (conv.category, conv.reason) == (verdicts["conv"].category, "allow because")
-    assert (conv.origin, conv.listed) == ("bf16.toml", False)
-    assert (conv.module, conv.source) == ("net.conv", "net.py:3: self.conv(x)")
-    assert found["view"].listed
-    # Fixed by the graph round it, not by its rule: the reason says so.
-    assert "shares memory with another tensor" in found["view"].reason
-    assert found["view"].choice == ""
-
-
 @pytest.mark.parametrize(
     "changed",
     [

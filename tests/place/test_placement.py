@@ -186,17 +186,6 @@ def test_a_small_model_is_left_alone_unless_told_otherwise() -> None:
     assert {"linear", "relu", "linear_1"} <= told.low
 
 
-def test_free_weights_never_cost_more() -> None:
-    gm, x = capture(Wide(64), 1), torch.randn(64, 64)
-    options = Options(precision="bf16", do_no_harm=False)
-    paid, free = (
-        rewrite_graph(gm, (x,), options, torch.bfloat16, free_weights=f).assignment
-        for f in (False, True)
-    )
-    assert free.cost < paid.cost
-    assert free.prices.down["model_fc_weight"] == 0 < free.prices.up["model_fc_weight"]
-
-
 # -- pins and reasons ------------------------------------------------------------------
 
 

@@ -206,13 +206,6 @@ def test_a_pin_of_ours_is_off(case: str) -> None:
     assert torch.allclose(result, exact, rtol=0.1, atol=0.1), "nothing was cut off"
 
 
-@pytest.mark.parametrize("case", [*list(OFF)[:4], "whole numbers are cast to fp32"])
-@pytest.mark.parametrize("options", [{"placement": "optimal"}, {"rules": None}])
-def test_it_is_on_where_either_is_ours(case: str, options: dict[str, Any]) -> None:
-    function, node = OFF[case]
-    assert node not in rewritten(function, **options).assignment.low
-
-
 # -- those that stay: docs/how-it-works.md lists them ----------------------------------
 
 

@@ -28,21 +28,10 @@ from benchmarks import (
 from benchmarks.setting import NO_GPU, Setting
 from benchmarks.turns import Job, rows
 
-H100 = "nvidia-h100-80gb-hbm3"
-
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.fixture
-def an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Properties:
-        name, major, minor, total_memory = "NVIDIA H100 80GB HBM3", 9, 0, 80 * 2**30
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -54,18 +43,6 @@ def test_without_a_gpu_one_line_says_so(tmp_path: Path, capsys) -> None:
         training.TABLE.main(["--device", "cuda", "--out", str(tmp_path)])
     assert left.value.code == 2
     assert NO_GPU in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("an_h100")
-def test_results_are_named_for_the_gpu(tmp_path: Path) -> None:
-    asked = Setting("cuda")
-    names = [piece.results(asked, tmp_path).name for piece in gpu.pieces()]
-    assert names[:2] == [f"calibrate-{H100}.json", f"tests-{H100}.json"]
-    assert f"training-bf16-{H100}.json" in names
-    assert len(set(names)) == len(names)
-    assert setting.capability("cuda").startswith("NVIDIA H100 80GB HBM3, ")
-    quick = Setting("cuda", "fp16", quick=True)
-    assert quick.stem("training") == f"training-fp16-{H100}-quick"
 
 
 @pytest.mark.parametrize("piece", gpu.pieces(), ids=lambda piece: piece.name)
@@ -99,23 +76,6 @@ def test_the_results_are_where_the_benchmark_writes_them(
 
 def ran_well(*_: Any, **__: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess([], 0, "a table")
-
-
-def piece_of(module: str, *, goes_on: bool = True) -> gpu.Piece:
-    return gpu.Piece("one", module, "one", goes_on=goes_on)
-
-
-def test_what_is_measured_at_one_go_is_measured_once(tmp_path, monkeypatch) -> None:
-    runs: list[Any] = []
-    monkeypatch.setattr(gpu, "within", lambda *given: runs.append(given) or 0)
-    for goes_on, expected in ((False, 1), (True, 3)):
-        one = piece_of("m", goes_on=goes_on)
-        first = gpu.FINISHED if goes_on else gpu.FAILED  # it has left no figures
-        assert gpu.measure(one, Setting(), tmp_path, 9) == first
-        one.results(Setting(), tmp_path).write_text("{}")
-        assert gpu.measure(one, Setting(), tmp_path, 9) == gpu.FINISHED
-        assert len(runs) == expected
-        one.results(Setting(), tmp_path).unlink()
 
 
 SLEEPS = """

@@ -50,27 +50,13 @@ def test_each_function_has_one_level() -> None:
     assert {name: found for name, found in wrong.items() if found} == {}
 
 
-def test_wrong_marks_are_found() -> None:
-    both = "@pytest.mark.slow\n@pytest.mark.thorough(but=['a'])\ndef test(): ..."
-    assert wrong_marks(both) == ["test has two levels"]
-    one = "@pytest.mark.thorough\n@pytest.mark.parametrize('a', [1])\ndef test(): ..."
-    assert wrong_marks(one) == []
-    file = "pytestmark = [pytest.mark.thorough]"
-    assert wrong_marks(file) == ["a whole file is thorough"]
-
-
-def unknown(
-    excepted: set[tuple[str, str]], cases: levels.Cases
-) -> set[tuple[str, str]]:
-    """The excepted cases that no test function has."""
-    return {(of, case) for of, case in excepted if case not in dict(cases[of])}
-
-
 def test_every_case_that_stays_quick_exists(request: pytest.FixtureRequest) -> None:
     if any("::" in argument for argument in request.config.args):
         pytest.skip("only some tests were asked for")
     stash = request.config.stash
-    assert unknown(stash[levels.EXCEPTED], stash[levels.CASES]) == set()
+    cases = {of: dict(found) for of, found in stash[levels.CASES].items()}
+    named = stash[levels.EXCEPTED]
+    assert [(of, case) for of, case in named if case not in cases.get(of, {})] == []
 
 
 def test_each_file_keeps_a_quick_test(request: pytest.FixtureRequest) -> None:

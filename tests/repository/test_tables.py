@@ -9,7 +9,6 @@ import importlib
 import itertools
 import json
 import math
-import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-import autoamp
 from benchmarks import __main__ as harness
 from benchmarks import bytes as bytes_table
 from benchmarks import (
@@ -43,7 +41,6 @@ from tests.metrics import (
     training_step,
 )
 from tests.models import BY_NAME
-from tests.small_models import mlp
 
 QUICK = workloads(quick=True)
 MLP = next(w for w in QUICK if w.name.startswith("mlp") and w.kind == "training")
@@ -304,13 +301,6 @@ def test_a_run_goes_on_where_it_was_and_measures_failures_anew(tmp_path: Path) -
     assert taken == ["earlier", "zoo/b"]
 
 
-def test_a_process_that_ends_badly_gives_a_row(monkeypatch) -> None:
-    monkeypatch.setattr(sys, "executable", "false")
-    got = processes.in_a_process("gpt2", "benchmarks.bytes")
-    assert got["ways"] == {}
-    assert got["failures"] == {"all": "exit 1: no message"}
-
-
 @pytest.mark.slow
 def test_inductor_counts_what_it_compiles() -> None:
     x = torch.ones(100, 100)
@@ -320,16 +310,6 @@ def test_inductor_counts_what_it_compiles() -> None:
     with compiled.inductors_count() as count:
         pass
     assert count == {"bytes": 0, "kernels": 0}
-
-
-@pytest.mark.slow
-def test_a_refresh_reads_fp32_and_writes_16_bits() -> None:
-    model = mlp()
-    assert compiled.refreshed_bytes(model) == 0
-    autoamp.convert(model, precision="bf16", do_no_harm=False)
-    model(torch.randn(4, 8)).sum().backward()
-    weights = sum(p.numel() for p in model.parameters())
-    assert compiled.refreshed_bytes(model) == 6 * weights
 
 
 MODES = {mode.name: mode for mode in curves.MODES}

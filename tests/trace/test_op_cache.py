@@ -199,10 +199,6 @@ def recomputed(x: Tensor) -> Tensor:
     return x
 
 
-def sizes_of_data(x: Tensor) -> Tensor:
-    return x[x > 0].sum() + x[x > 0].sum()
-
-
 def moved(x: Tensor) -> Tensor:
     y, z = x.clone(), x + 1
     before = y.view(-1)
@@ -286,12 +282,6 @@ PROGRAMS = (
 def test_odd_programs(program: Callable[[Tensor], Tensor], trained: bool) -> None:
     x = torch.randn(4, 8).requires_grad_(trained)
     assert_equal(program, x)
-
-
-def test_sizes_that_depend_on_data_are_traced() -> None:
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        ((gm, inputs),) = captured(sizes_of_data, torch.randn(4, 8))
-    assert op_cache_for(gm, inputs) is None
 
 
 def test_symbolic_sizes_are_traced() -> None:
