@@ -6,6 +6,7 @@ what it counted or measured by the fixture `figures`; a part is one file.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,6 +75,7 @@ def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
     parts = table.gather(terminalreporter.stats)
     line = capability("cpu")
     text = f"{line}\n\n{table.markdown(parts)}\n"
-    report.write(stem, text, {"capability": line, "parts": table.as_json(parts)})
+    data = {name: dataclasses.asdict(part) for name, part in parts.items()}
+    report.write(stem, text, {"capability": line, "parts": data})
     terminalreporter.section("trust")
     terminalreporter.write_line(text)

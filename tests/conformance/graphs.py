@@ -85,7 +85,8 @@ def inputs(seed: int = 0) -> list[Tensor]:
 class Builder:
     """Grows an ATen graph; each call runs an op and adds a node for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, bounded: bool) -> None:
+        self.bounded = bounded
         self.graph = fx.Graph()
         self.root = nn.Module()
         self.pools: dict[str, list[fx.Node]] = defaultdict(list)
@@ -122,8 +123,11 @@ class Builder:
     def bound(self, node: fx.Node) -> fx.Node:
         """`node` cut off, so that whole numbers stay exact in any dtype.
 
-        No other step reads `node` itself, and no graph returns it.
+        No other step reads `node` itself, and no graph returns it.  A graph that need
+        not be exact has it as it is.
         """
+        if not self.bounded:
+            return node
         self.made.remove(node)
         for pool in self.pools.values():
             if node in pool:
@@ -252,8 +256,8 @@ class Recipe:
     outputs: tuple[int, ...]
     everything: bool
 
-    def build(self, moves: dict[str, Move]) -> Built:
-        builder = Builder()
+    def build(self, moves: dict[str, Move], bounded: bool = True) -> Built:
+        builder = Builder(bounded)
         for name, variant, choices in self.steps:
             move = moves[name]
             operands: list[fx.Node] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -100,16 +101,22 @@ def cases(
     samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=grad))
     step = max((len(samples) - 1) / max(most - 1, 1), 1.0)
     for i in sorted({round(i * step) for i in range(min(most, len(samples)))}):
-        yield case_of(call or op, samples[i])
+        sample = samples[i]
+        args, finish = (sample.input, *sample.args), sample.output_process_fn_grad
+        yield case_called_with(
+            call or op, args, sample.kwargs, finish or (lambda result: result)
+        )
 
 
-def case_of(call: Callable[..., Any], sample: Any) -> Case:
-    """A case of what torch calls a sample."""
-    given = ((sample.input, *sample.args), sample.kwargs)
-    leaves, spec = pytree.tree_flatten(given)
+def case_called_with(
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    finish: Callable[..., Any] = lambda result: result,
+) -> Case:
+    leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     rest = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
-    finish = sample.output_process_fn_grad or (lambda result: result)
     return Case(call, rest, spec, tensors, finish)
 
 
@@ -195,6 +202,21 @@ def traced(model: nn.Module, given: Sequence[Tensor]) -> fx.GraphModule | None:
         return None
 
 
+def captured_by_dynamo(call: Callable[..., Any], case: Case) -> bool:
+    """Whether plain `torch.compile` makes any graph of a case."""
+    graphs: list[Any] = []
+
+    def note(gm: fx.GraphModule, _: Any) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    with contextlib.suppress(Exception), torch._dynamo.config.patch(allow_rnn=True):
+        torch.compile(call, backend=note)(*case.inputs())
+    torch._dynamo.reset()
+    return bool(graphs)
+
+
 # -- runs ------------------------------------------------------------------------------
 
 
@@ -206,6 +228,7 @@ class Outcome:
         gradients: None where nothing that was returned has a gradient.
         weighted: the largest product of a result and what entered the backward there.
         refused: what autograd said where it refused the backward.
+        drew: whether random numbers were drawn.
     """
 
     result: Any
@@ -213,6 +236,7 @@ class Outcome:
     gradients: list[Tensor | None] | None = None
     weighted: float = 0.0
     refused: str = ""
+    drew: bool = False
 
     def tensors(self) -> list[tuple[str, Any]]:
         """Everything there is to compare, under the name of what it is."""
@@ -228,13 +252,15 @@ def run(
 ) -> Outcome:
     """Calls forward, and backward where there is one, from one random state."""
     seeded()
+    start = torch.get_rng_state()
     result = call(*given)
+    drew = not torch.equal(torch.get_rng_state(), start)
     ends = [
         leaf
         for leaf in pytree.tree_leaves(finish(result))
         if isinstance(leaf, Tensor) and leaf.requires_grad
     ]
-    outcome = Outcome(result, [t.detach() for t in given])
+    outcome = Outcome(result, [t.detach() for t in given], drew=drew)
     if not ends:
         return outcome
     weights = [_weights(end) for end in ends]
@@ -253,6 +279,15 @@ def run(
     return outcome
 
 
+def runs(model: nn.Module, case: Case, **inputs: Any) -> bool:
+    """Whether plain fp32 runs; torch's samples hold calls that only other modes run."""
+    try:
+        run(model, case.inputs(**inputs), case.finish)
+    except Exception:  # noqa: BLE001 - whatever torch says, it is not ours
+        return False
+    return True
+
+
 def dense(tensor: Tensor) -> Tensor:
     """A strided tensor of the same numbers."""
     return tensor if _is_strided(tensor) else tensor.to_dense()
@@ -266,8 +301,5 @@ def _weights(end: Tensor) -> Tensor:
     weights = values.reshape(end.shape).to(end.dtype)
     if _is_strided(end):
         return weights
-    return (
-        weights.sparse_mask(end.detach())
-        if end.layout is torch.sparse_csr
-        else (weights.to_sparse())
-    )
+    csr = end.layout is torch.sparse_csr
+    return weights.sparse_mask(end.detach()) if csr else weights.to_sparse()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,9 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from autoamp.op_names import base_name
-from autoamp.ops import is_random
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rules import Rules
-from tests.conformance.opinfo import Outcome, dense, plain, run
+from tests.conformance.opinfo import Case, Outcome, Wrapped, dense, plain, run, runs
 from tests.conformance.rounding import error_over_bound, exact_and_drawn
 from tests.small_models import deny_everything, rewritten
 
@@ -29,10 +29,7 @@ Finish = Callable[..., Any]
 class Checked:
     """What one rewritten module was found to do.
 
-    Attributes:
-        precision: which of `LOW`.
-        found: the rewrite.
-        error: its largest error over its bound; None where its numbers have none.
+    `error` is its largest error over its bound; None where random numbers are drawn.
     """
 
     precision: str
@@ -53,7 +50,6 @@ def check(
     precision: str,
     *,
     exact_inputs: bool = False,
-    numbers: Callable[[Rewritten], bool] = lambda _: True,
     **lists: Any,
 ) -> Checked:
     """Rewrites `model`; asserts structure, dtypes, aliases, integers and numbers.
@@ -62,7 +58,6 @@ def check(
         given: makes the inputs anew.
         finish: what turns the result into something a gradient is defined of.
         exact_inputs: whether the low dtype holds the inputs exactly.
-        numbers: whether a rewrite's numbers have a bound.
         **lists: options of the rewrite.
     """
     expected = run_as_graph(model, given(), finish)
@@ -72,7 +67,7 @@ def check(
     if not found.assignment.low:
         same_bits(ours, expected)
         return Checked(precision, found, 0.0)
-    if draws(found.before) or not numbers(found):
+    if expected.drew:
         return Checked(precision, found, None)
     same_integers(ours, expected)
     exact, drawn = exact_and_drawn(found, given(), finish, exact_inputs)
@@ -118,10 +113,21 @@ def free_ops(found: Rewritten) -> list[str]:
     return sorted(ops_of(found.before, free.__contains__))
 
 
-def draws(gm: fx.GraphModule) -> bool:
-    """Whether an ATen graph may draw random numbers."""
-    targets = [n.target for n in gm.graph.nodes if isinstance(n.target, OpOverload)]
-    return any(map(is_random, targets))
+def rewrites(model: nn.Module, case: Case, free: list[str]) -> Iterator[Checked]:
+    """Before copies that run low, and between them where the ops in `free` do too."""
+    for precision, low in LOW.items():
+        before = Wrapped(model, inputs=False)
+        yield check(before, case.inputs, case.finish, precision, allow=["clone"])
+        between = Wrapped(model, inputs=True)
+        if runs(between, case, rounded=low):
+            yield check(
+                between,
+                partial(case.inputs, low),
+                case.finish,
+                precision,
+                exact_inputs=True,
+                allow=sorted({"clone", *free}),
+            )
 
 
 # -- comparing two runs ----------------------------------------------------------------

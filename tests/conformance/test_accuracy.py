@@ -31,7 +31,7 @@ import dataclasses
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -44,19 +44,15 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.analyse import classify
 from autoamp.place.devices import Device
-from tests.conformance.accuracy_moves import TABLE, build
 from tests.conformance.exploring import explore
 from tests.conformance.graphs import TRAINED, Built, Recipe, attributes, inputs, recipes
-from tests.conformance.moves import F32, F64
+from tests.conformance.moves import ACCURATE, F32, F64
 from tests.conformance.table import Figures
-from tests.conformance.test_random_graphs import _REFUSALS, LOW, devices, rewritten
+from tests.conformance.test_random_graphs import LOW, devices, rewritten
+from tests.spelled.measure import Errors, RefusedError, broken, confirmed
 
 NODES = int(os.environ.get("AUTOAMP_ACCURACY_NODES", "100000"))
 SHARDS, EXAMPLES, STEPS = 8, 20, 30
-
-LIMIT = 1.1
-TINY = torch.finfo(F32).eps / 2
-"""One rounding to fp32, for errors of nothing."""
 
 GROUP, GROUPS, MAY_HOLD = 16, 16, 1
 """Draws in a group; groups; how many may hold where the law is broken."""
@@ -102,10 +98,14 @@ def data(spread: Spreads, seed: int) -> dict[str, Tensor]:
 # -- runs ------------------------------------------------------------------------------
 
 Tensors = dict[str, Tensor]
-Errors = dict[str, tuple[float, float]]
-"""Our error, and autocast's or fp32's, the larger, by the name of a tensor."""
-
 GRADIENT = "gradient of "
+
+REFUSALS = (
+    "modified by an inplace operation",
+    "a leaf Variable that requires grad",
+    "is a view",
+)
+"""How autograd says that a program may not be differentiated."""
 
 
 class Wide(fx.Interpreter):
@@ -151,7 +151,7 @@ def run(
         try:
             (loss * scale).backward()
         except RuntimeError as error:
-            if not any(why in str(error) for why in _REFUSALS):
+            if not any(why in str(error) for why in REFUSALS):
                 raise
             return found
     for name, leaf in leaves.items():
@@ -165,10 +165,6 @@ def error_of(found: Tensor, true: Tensor) -> float:
     return float(length(found - true) / length(true).clamp(min=1e-300))
 
 
-class RefusedError(Exception):
-    """Autocast cannot run a graph."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Pair:
     """A graph, the same rewritten, and how its data is made."""
@@ -178,7 +174,7 @@ class Pair:
     low: torch.dtype
     spread: Spreads
 
-    def errors(self, seed: int, figures: Counter[str]) -> Errors:
+    def errors(self, seed: int) -> Errors:
         """Our error, and what autocast's and fp32's allow, of all that is compared."""
         gm, values = self.built.gm, data(self.spread, seed)
         wide = {n: v.double() if v.dtype == F32 else v for n, v in values.items()}
@@ -189,20 +185,16 @@ class Pair:
         ours = run(self.ours, self.ours, values, none, seed, scale=scale)
         found = {}
         for name in true.keys() & plain.keys() & theirs.keys():
-            figures["tensors"] += 1
             ends = [each[name] for each in (true, plain, theirs)]
             if not all(end.isfinite().all() for end in ends) or not true[name].any():
-                figures["tensors not finite in fp32 or under autocast, or 0"] += 1
                 continue
             assert name in ours, f"{name}: there in fp32 and under autocast"
             mine, *others = (error_of(e, true[name]) for e in (ours[name], *ends[1:]))
             if not ours[name].isfinite().all():
                 mine = math.inf
             elif max(others) >= 1:
-                figures["tensors of which autocast has no digit right"] += 1
                 continue
             found[name] = mine, max(others)
-            figures["tensors with autocast's bits"] += torch.equal(ours[name], ends[2])
         return found
 
     def autocast(self, values: Tensors, seed: int) -> tuple[Tensors, float]:
@@ -219,39 +211,16 @@ class Pair:
         return {n: t for n, t in found.items() if GRADIENT not in n}, 1.0
 
 
-def broken(draws: Iterable[Errors]) -> Errors:
-    """The root mean squares that break the law."""
-    squares: dict[str, list[tuple[float, float]]] = {}
-    for draw in draws:
-        for name, (mine, allowed) in draw.items():
-            squares.setdefault(name, []).append((mine**2, allowed**2))
-    found = {}
-    for name, pairs in squares.items():
-        mine, allowed = (math.sqrt(sum(e) / len(e)) for e in zip(*pairs, strict=True))
-        if mine > LIMIT * allowed + TINY:
-            found[name] = mine, allowed
-    return found
-
-
-def check_pair(pair: Pair, figures: Counter[str]) -> None:
+def check_pair(pair: Pair) -> None:
     """The law, by one draw; by groups of draws where that one breaks it."""
-    suspects = broken([pair.errors(0, figures)])
-    held = Counter(dict.fromkeys(suspects, 0))
-    for group in range(GROUPS):
-        if not suspects:
-            return
-        figures["groups of draws looked at"] += 1
-        seeds = range(1 + group * GROUP, 1 + (group + 1) * GROUP)
-        draws = [pair.errors(seed, Counter()) for seed in seeds]
-        found = broken(draws)
-        for name in [n for n in found if len({d.get(n) for d in draws}) == 1]:
-            figures["tensors the same in every draw"] += 1
-            del found[name]
-        held.update(suspects.keys() - found.keys())
-        may_hold = MAY_HOLD if group else 0
-        suspects = {
-            n: found.get(n, e) for n, e in suspects.items() if held[n] <= may_hold
-        }
+    suspects = confirmed(
+        pair.errors,
+        broken(pair.errors(0)),
+        groups=GROUPS,
+        size=GROUP,
+        may_hold=MAY_HOLD,
+        same_is_chance=True,
+    )
     told = [f"{n}: error {a:.3g}, allowed {b:.3g}" for n, (a, b) in suspects.items()]
     assert not told, "\n".join(told)
 
@@ -271,7 +240,7 @@ options = st.fixed_dictionaries(
 def pair_of(
     recipe: Recipe, spread: Spreads, options: dict[str, Any], device: Device, free: bool
 ) -> Pair:
-    built = build(recipe)
+    built = recipe.build(ACCURATE, bounded=False)
     if currently_in_test_context():
         note(built.gm.code)
     found = rewritten(built, options, device, free)
@@ -294,12 +263,10 @@ def test_accuracy(shard: int, figures: Figures) -> None:
         pair = pair_of(recipe, spread, options, device, free)
         counted["nodes"] += len(pair.built.gm.graph.nodes)
         counted["graphs"] += 1
-        try:
-            check_pair(pair, counted)
-        except RefusedError:
-            counted["graphs autocast refuses"] += 1
+        with contextlib.suppress(RefusedError):
+            check_pair(pair)
 
-    drawn = (recipes(TABLE, STEPS), spreads, options, devices(), st.booleans())
+    drawn = (recipes(ACCURATE, STEPS), spreads, options, devices(), st.booleans())
     batch = 0
     while counted["nodes"] < NODES / SHARDS:
         batch += 1
@@ -317,7 +284,7 @@ def test_a_rounding_too_early_is_found(monkeypatch, precision: str) -> None:
     asked = {"precision": precision, "do_no_harm": False}
     device = Device("plain", 15.0, 0.3, 10.0, 100.0, True)
     drawn = (recipe, {"x0": (1.0, 1e3)}, asked, device, False)
-    check_pair(pair_of(*drawn), Counter())
+    check_pair(pair_of(*drawn))
     monkeypatch.setattr(classify, "under_ceiling", lambda gm, given: given)
     with pytest.raises(AssertionError, match="output 0"):
-        check_pair(pair_of(*drawn), Counter())
+        check_pair(pair_of(*drawn))

@@ -11,8 +11,6 @@ rewritten in both precisions:
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -31,8 +29,10 @@ from tests.conformance.opinfo import (
     InPlace,
     Out,
     Wrapped,
+    captured_by_dynamo,
     cases,
     run,
+    runs,
     title,
     traced,
 )
@@ -48,15 +48,6 @@ pytestmark = pytest.mark.usefixtures("torch_quiet")
 
 IN_PLACE = [op for op in OPS if op.get_inplace() is not None]
 WITH_OUT = [op for op in OPS if op.supports_out]
-
-
-def runs(model: nn.Module, case: Case, **inputs: Any) -> bool:
-    """Whether plain fp32 runs; torch's samples hold calls that only other modes run."""
-    try:
-        run(model, case.inputs(**inputs), case.finish)
-    except Exception:  # noqa: BLE001 - whatever torch says, it is not ours
-        return False
-    return True
 
 
 # -- rewritten -------------------------------------------------------------------------
@@ -76,17 +67,12 @@ def test_rewritten(op: Any, figures: Figures) -> None:
             free = oplaws.check_denied(model, case.inputs, case.finish)
         except CaptureError:
             assert traced(model, case.inputs()) is None
-            figures.count("samples traceable only by Dynamo")
-            check_converted(case, figures)
+            check_converted(case)
             continue
-        for checked in rewrites(model, case, oplaws.free_ops(free)):
-            figures.count("rewrites")
+        for checked in oplaws.rewrites(model, case, oplaws.free_ops(free)):
             if checked.ran_low:
                 low.add(checked.precision)
-            if checked.error is None:
-                figures.count("rewrites with random numbers, not compared")
-            else:
-                figures.worst("error over bound", checked.error)
+            figures.worst("error over bound", checked.error or 0.0)
     if op.name.startswith("jiterator"):
         pytest.skip("torch's jiterator makes CUDA kernels only")
     assert tried, "plain torch runs none of its samples"
@@ -96,117 +82,70 @@ def test_rewritten(op: Any, figures: Figures) -> None:
         figures.count(f"ops that ran low in {precision}")
 
 
-def rewrites(model: nn.Module, case: Case, free: list[str]) -> Iterator[oplaws.Checked]:
-    """The wrapped rewrites of one case."""
-    for precision, low in oplaws.LOW.items():
-        before = Wrapped(model, inputs=False)
-        yield oplaws.check(before, case.inputs, case.finish, precision, allow=["clone"])
-        between = Wrapped(model, inputs=True)
-        if runs(between, case, rounded=low):
-            yield oplaws.check(
-                between,
-                partial(case.inputs, low),
-                case.finish,
-                precision,
-                exact_inputs=True,
-                allow=sorted({"clone", *free}),
-            )
-
-
 # -- in place, and into a tensor given -------------------------------------------------
 
 
+def check_writes(model: nn.Module, given: oplaws.Given, finish: oplaws.Finish) -> None:
+    """Denied, and on inputs that the low dtype holds, in both precisions."""
+    try:
+        free = oplaws.check_denied(model, given, finish)
+    except CaptureError:
+        assert traced(model, given()) is None
+        return
+    inplace = isinstance(model, InPlace)
+    allow = sorted({"clone", *(oplaws.free_ops(free) if inplace else ())})
+    for precision, low in oplaws.LOW.items():
+        for tried in (model, Wrapped(model, inputs=True)):
+            asked = {"exact_inputs": True, "allow": allow}
+            oplaws.check(tried, partial(given, low), finish, precision, **asked)
+
+
 @pytest.mark.parametrize("op", IN_PLACE, ids=title)
-def test_in_place(op: Any, figures: Figures) -> None:
-    """What is written is what is returned, in both precisions."""
+def test_in_place(op: Any) -> None:
+    """What is written is what is returned."""
     for case in cases(op, FEW, op.get_inplace()):
         model = InPlace(case)
-        if not runs(model, case):
-            continue
-        try:
-            free = oplaws.check_denied(model, case.inputs, case.finish)
-        except CaptureError:
-            assert traced(model, case.inputs()) is None
-            figures.count("in-place samples that torch cannot trace")
-            continue
-        figures.count("in-place samples")
-        allow = sorted({"clone", *oplaws.free_ops(free)})
-        for precision in oplaws.LOW:
-            for tried in (model, Wrapped(model, inputs=True)):
-                checked = oplaws.check(
-                    tried,
-                    partial(case.inputs, oplaws.LOW[precision]),
-                    case.finish,
-                    precision,
-                    exact_inputs=True,
-                    allow=allow,
-                )
-                figures.worst("error over bound", checked.error or 0.0)
+        if runs(model, case):
+            check_writes(model, case.inputs, case.finish)
 
 
 @pytest.mark.parametrize("op", WITH_OUT, ids=title)
-def test_out(op: Any, figures: Figures) -> None:
+def test_out(op: Any) -> None:
     """`out=` is written and returned, be it an input or made in the graph."""
     for case in cases(op, FEW, grad=False):
-        result = run(Call(case), case.inputs()).result
-        made = pytree.tree_leaves(result)
-        given = partial(with_outs, case, made)
+        made = pytree.tree_leaves(run(Call(case), case.inputs()).result)
+
+        def given(
+            rounded: torch.dtype | None = None, case: Case = case, made: Any = made
+        ) -> list[Tensor]:
+            return case.inputs(rounded) + [torch.zeros_like(t) for t in made]
+
         model = Out(case, len(made), nested=len(made) > 1)
         try:
             run(model, given())
         except (RuntimeError, TypeError):
             continue  # no `out=` for this sample, or for results that are no tensors
-        try:
-            oplaws.check_denied(model, given, unfinished)
-        except CaptureError:
-            assert traced(model, given()) is None
-            figures.count("out= samples that torch cannot trace")
-            continue
-        figures.count("out= samples")
-        for precision in oplaws.LOW:
-            for tried in (model, Wrapped(model, inputs=True)):
-                checked = oplaws.check(
-                    tried,
-                    partial(given, oplaws.LOW[precision]),
-                    unfinished,
-                    precision,
-                    exact_inputs=True,
-                    allow=["clone"],
-                )
-                figures.worst("error over bound", checked.error or 0.0)
-
-
-def with_outs(
-    case: Case, made: list[Tensor], rounded: torch.dtype | None = None
-) -> list[Tensor]:
-    """The inputs of a case, and tensors for its results."""
-    return case.inputs(rounded) + [torch.zeros_like(t) for t in made]
-
-
-def unfinished(result: Any) -> Any:
-    """For runs of which no gradient is asked."""
-    return result
+        check_writes(model, given, lambda result: result)
 
 
 # -- through convert -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", OPS, ids=title)
-def test_converted(op: Any, figures: Figures) -> None:
+def test_converted(op: Any) -> None:
     """The first sample, between low copies, in bf16."""
     for case in cases(op, 1):
         if not runs(Call(case), case):
             assert op.name.startswith("jiterator")
             pytest.skip("torch's jiterator makes CUDA kernels only")
-        check_converted(case, figures)
+        check_converted(case)
 
 
-def check_converted(case: Case, figures: Figures) -> None:
+def check_converted(case: Case) -> None:
     model = Wrapped(Call(case), inputs=True)
     given = partial(case.inputs, torch.bfloat16)
     expected = run(model, given(), case.finish)
     if not captured_by_dynamo(model, case):
-        figures.count("calls that Dynamo captures nothing of")
         return
     autoamp.convert(
         model, precision="bf16", do_no_harm=False, strict=True, allow=["clone"]
@@ -214,20 +153,6 @@ def check_converted(case: Case, figures: Figures) -> None:
     ours = run(model, given(), case.finish)
     oplaws.same_kind(ours, expected)
     assert autoamp.report(model).runs
-    figures.count("converted calls")
-
-
-def captured_by_dynamo(model: nn.Module, case: Case) -> bool:
-    graphs: list[Any] = []
-
-    def note(gm: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(gm)
-        return gm.forward
-
-    with contextlib.suppress(Exception):
-        torch.compile(model, backend=note)(*case.inputs())
-    torch._dynamo.reset()
-    return bool(graphs)
 
 
 # -- the laws can fail -----------------------------------------------------------------

@@ -1,5 +1,8 @@
 """Random graphs: the laws of the pass on graphs of up to hundreds of nodes.
 
+The emitted graph costs what was promised, and nothing is cheaper; dtypes, writes and
+aliases are as before; no op mixes dtypes; what any dtype holds exactly keeps its bits.
+
 Counted as `nodes rewritten` are the ATen nodes of graphs put through every pass after
 tracing, each graph once.  By environment variables:
 
@@ -11,7 +14,6 @@ tracing, each graph once.  By environment variables:
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections import Counter
 from typing import Any
@@ -24,40 +26,20 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-import autoamp
 from autoamp import compat
-from autoamp.check.verify import Verifier
 from autoamp.inspect.rows import costs_of
-from autoamp.op_names import base_name
 from autoamp.options import Options
 from autoamp.pipeline import passes
 from autoamp.pipeline.run import rewrite_normalised
 from autoamp.place.devices import Device, Rates
-from autoamp.rewrite import casts
 from autoamp.rewrite.emitted import CAST_KIND
 from autoamp.rewrite.rewritten import Rewritten, Setting
-from autoamp.rules import Rules
-from autoamp.trace.normalise import normalise
 from tests.conformance.exploring import explore
-from tests.conformance.graphs import (
-    ATEN,
-    TRAINED,
-    Built,
-    Recipe,
-    attributes,
-    inputs,
-    recipes,
-)
+from tests.conformance.graphs import ATEN, Built, Recipe, attributes, inputs, recipes
 from tests.conformance.moves import EXACT, MOVES
 from tests.conformance.table import Figures
-from tests.small_models import BF16, deny_everything
-from tests.whole.test_laws import (
-    _Anything,
-    alias_relations,
-    casts_of,
-    same_bits,
-    text_of,
-)
+from tests.small_models import BF16
+from tests.whole.test_laws import alias_relations, same_bits
 
 NODES = int(os.environ.get("AUTOAMP_GRAPH_NODES", "1000000"))
 SHARDS = 40
@@ -142,19 +124,8 @@ def check_cost(found: Rewritten) -> None:
     assert min(costs_of(found).regret.values()) >= 0
 
 
-WIDENING = frozenset(
-    [
-        "add",
-        "addcmul",
-        "div",
-        "maximum",
-        "minimum",
-        "mul",
-        "sub",
-        "true_divide",
-        "where",
-    ]
-)
+WIDENING = {"add", "addcmul", "div", "true_divide", "maximum", "minimum", "mul"}
+WIDENING |= {"sub", "where"}
 """Ops whose kernels widen a low operand beside an fp32 one, which is exact."""
 
 
@@ -264,114 +235,9 @@ def test_random_graphs(shard: int, exact: bool, figures: Figures) -> None:
     figures.count("graphs", graphs)
 
 
-# -- with tracing: all denied, gradients, rewriting twice ------------------------------
-
-
-def differentiable(built: Built) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Leaves for the trained attributes and the first input, which get gradients."""
-    leaves = {
-        name: value.clone().requires_grad_(name in TRAINED)
-        for name, value in attributes().items()
-        if name in dict(built.gm.named_buffers())
-    }
-    given = inputs()
-    given[0].requires_grad_()
-    return leaves, given
-
-
-def run_backward(
-    gm: fx.GraphModule, built: Built
-) -> tuple[Any, dict[str, Tensor | None] | None]:
-    """Outputs, and the gradients, or None where autograd refuses (writes to leaves)."""
-    leaves, given = differentiable(built)
-    torch.manual_seed(3)
-    with compat.with_parameters(gm, leaves):
-        try:
-            # A leaf may not be written to; a copy of it may.
-            results = gm(given[0].clone(), *given[1:])
-            ends = [r.double().sum() for r in results if r.requires_grad]
-            if ends:
-                sum(ends).backward()
-        except RuntimeError as error:
-            if not any(why in str(error) for why in _REFUSALS):
-                raise
-            return None, None
-    # A buffer that was written to is no leaf any more.
-    gradients = {n: leaf.grad if leaf.is_leaf else None for n, leaf in leaves.items()}
-    return results, gradients | {"x0": given[0].grad}
-
-
-_REFUSALS = (
-    "modified by an inplace operation",
-    "a leaf Variable that requires grad",
-    "is a view",
-)
-"""How autograd says that a program may not be differentiated, or written like that."""
-
-
-def denying(gm: fx.GraphModule) -> Rules:
-    """The rules of bf16 with every op denied, those in no list and `gm` has too."""
-    table = Rules.default("bf16").table
-    met = {base_name(n.target) for n in gm.graph.nodes if hasattr(n.target, "_schema")}
-    return deny_everything([*table, *met])
-
-
-def check_traced(recipe: Recipe, options: dict[str, Any], figures: Figures) -> None:
-    built = recipe.build(MOVES)
-    note(built.gm.code)
-    expected, gradients = run_backward(built.gm, built)
-
-    rules = denying(normalise(built.gm, inputs()).gm)
-    same = autoamp.rewrite(
-        built.gm, inputs(), precision="bf16", do_no_harm=False, rules=rules
-    )
-    assert casts_of(same) == []
-    results, ours = run_backward(same, built)
-    same_bits(results, expected)
-    same_bits(ours, gradients)
-
-    once = autoamp.rewrite(built.gm, inputs(), **options)
-    assert text_of(autoamp.rewrite(built.gm, inputs(), **options)) == text_of(once)
-    assert text_of(autoamp.rewrite(once, inputs(), **options)) == text_of(once)
-    if gradients is None:
-        figures.count("not differentiable")
-        return
-    results, ours = run_backward(once, built)
-    assert ours is not None, "backward is refused, in fp32 it was not"
-    for name, gradient in gradients.items():
-        assert getattr(ours[name], "dtype", None) == getattr(gradient, "dtype", None)
-
-
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("shard", range(6))
-def test_random_graphs_traced(shard: int, figures: Figures) -> None:
-    """Denied, nothing changes; rewritten again, nothing changes; `.grad` is fp32."""
-
-    def check(recipe: Recipe, options: dict[str, Any]) -> None:
-        check_traced(recipe, options, figures)
-        figures.count("graphs traced and rewritten again")
-
-    explore(check, f"traced/{shard}", EXAMPLES, recipes(MOVES, 50), choices())
-
-
 # -- the checks can fail ---------------------------------------------------------------
 
-STALE = Recipe(steps=(("read_write_read", 0, (0,)),), outputs=(0,), everything=True)
 DEVICE = Device("plain", 15.0, 0.3, 10.0, 100.0, True)
-
-
-def test_a_stale_cast_is_found(monkeypatch) -> None:
-    """The bits tell, with autoamp's own verifier blinded."""
-    check_graph(STALE, BF16, DEVICE, free=False, exact=True)
-    real = casts._Emitter._in_dtype
-    monkeypatch.setattr(
-        casts._Emitter, "_in_dtype", lambda s, v, d, r, epoch: real(s, v, d, r, 0)
-    )
-    monkeypatch.setattr(Verifier, "verify", lambda *_: None)
-    monkeypatch.setattr(Verifier, "recount", lambda *_: _Anything())
-    built = STALE.build(MOVES)
-    with pytest.raises(AssertionError):
-        check_run(rewritten(built, BF16, DEVICE, False), built, exact=True)
 
 
 def test_a_promotion_is_found() -> None:
@@ -386,14 +252,3 @@ def test_a_promotion_is_found() -> None:
     found.gm.recompile()
     met = {("aten.hypot.default", (torch.float32, torch.bfloat16)): 1}
     assert run(found.gm)[2].met == met, "and not the sum, which widens exactly"
-
-
-def test_a_dearer_placement_is_found() -> None:
-    built = Recipe((("linear", 0, (0,)),), (0,), True).build(MOVES)
-    found = rewritten(built, BF16, DEVICE, False)
-    check_cost(found)
-    dear = dataclasses.replace(
-        found.assignment, cost=found.assignment.all_high_cost + 1
-    )
-    with pytest.raises(AssertionError):
-        check_cost(dataclasses.replace(found, assignment=dear))

@@ -26,7 +26,6 @@ import autoamp
 from tests.conformance.exploring import explore
 from tests.conformance.oracle import LIMIT, deviation, relative
 from tests.conformance.programs import Model, batch, models
-from tests.conformance.table import Figures
 from tests.small_models import deny_everything
 from tests.whole.test_laws import same_bits
 
@@ -108,7 +107,7 @@ def check_outside(
 
 
 def check_errors(
-    model: Model, ours: dict[str, Tensor], figures: Figures, precision: str = "bf16"
+    model: Model, ours: dict[str, Tensor], precision: str = "bf16"
 ) -> dict[str, Tensor]:
     """No result is further from the truth than roundings can take it; the truth."""
 
@@ -120,13 +119,8 @@ def check_errors(
     )
     for name, true in truth.items():
         error, bound = relative(ours[name], true), LIMIT * moves[name]
-        if bound > 1:
-            figures.count("results roundings can make anything")
-            continue
-        assert error <= bound, f"{name} is off by {error:.2e}, more than {bound:.2e}"
-        figures.count("results within the bound")
-        if bound > 0:
-            figures.worst("error over bound", error / bound)
+        told = f"{name} is off by {error:.2e}, more than {bound:.2e}"
+        assert error <= bound or bound > 1, told  # above 1 it may be anything
     return truth
 
 
@@ -164,7 +158,7 @@ def check_revert(converted: nn.Module) -> None:
     same_bits(dict(twin.named_buffers()), dict(plain.named_buffers()))
 
 
-def check_program(model: Model, figures: Figures) -> float | None:
+def check_program(model: Model) -> float | None:
     """All of it; gives our gradients' error over autocast's, None where that fails."""
     if currently_in_test_context():
         note(repr(model))
@@ -173,36 +167,32 @@ def check_program(model: Model, figures: Figures) -> float | None:
     converted, optimizer = convert(copy.deepcopy(model))
     ours = run(converted)
     check_outside(ours, expected, converted, plain)
-    truth = check_errors(model, named(*ours), figures)
+    truth = check_errors(model, named(*ours))
     check_shapes(converted, optimizer)
     check_revert(converted)
     try:
         amp = run(copy.deepcopy(model), context=torch.autocast("cpu", torch.bfloat16))
     except RuntimeError:
-        figures.count("programs torch.autocast cannot run")
         return None
     theirs = total_error(named(*amp), truth)
     return total_error(named(*ours), truth) / theirs if theirs else None
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_random_programs(shard: int, figures: Figures) -> None:
+def test_random_programs(shard: int) -> None:
     ratios: list[float] = []
 
     # After a graph break layers are compiled one by one, and many share a `forward`.
     @torch._dynamo.config.patch(recompile_limit=64)
     def check(model: Model) -> None:
         torch._dynamo.reset()
-        ratio = check_program(model, figures)
-        figures.count("programs")
+        ratio = check_program(model)
         if ratio:
             ratios.append(math.log(ratio))
 
     explore(check, f"programs/{shard}", PROGRAMS // SHARDS, models())
     if len(ratios) > 3:
         mean, spread = statistics.fmean(ratios), statistics.stdev(ratios)
-        name = "gradient error over autocast's, geometric mean of a shard"
-        figures.worst(name, math.exp(mean))
         assert_no_worse(mean, spread / math.sqrt(len(ratios)))
 
 
@@ -227,7 +217,7 @@ def leaves_of(tree: Any) -> set[str]:
     return {part for part in pytree.tree_leaves(tree) if isinstance(part, str)}
 
 
-def test_random_programs_in_fp16(figures: Figures) -> None:
+def test_random_programs_in_fp16() -> None:
     """True gradients from under a loss scale."""
 
     @torch._dynamo.config.patch(recompile_limit=64)
@@ -240,9 +230,8 @@ def test_random_programs_in_fp16(figures: Figures) -> None:
         converted, optimizer = convert(copy.deepcopy(model), **options)
         ours = run(converted)
         check_outside(ours, expected, converted, model)
-        check_errors(model, named(*ours), figures, "fp16")
+        check_errors(model, named(*ours), "fp16")
         optimizer.step()
-        figures.count("programs in fp16")
 
     possible = models().filter(lambda m: not leaves_of(m.tree) & NO_FP16)
     explore(check, "fp16", PROGRAMS // SHARDS, possible)
@@ -264,13 +253,12 @@ def check_denied(model: Model) -> None:
 
 
 @pytest.mark.parametrize("shard", range(4))
-def test_denied_programs_are_bit_identical(shard: int, figures: Figures) -> None:
+def test_denied_programs_are_bit_identical(shard: int) -> None:
     # After a graph break layers are compiled one by one, and many share a `forward`.
     @torch._dynamo.config.patch(recompile_limit=64)
     def check(model: Model) -> None:
         torch._dynamo.reset()
         check_denied(model)
-        figures.count("programs denied everything")
 
     explore(check, f"denied/{shard}", PROGRAMS // SHARDS, models())
 
@@ -278,13 +266,13 @@ def test_denied_programs_are_bit_identical(shard: int, figures: Figures) -> None
 # -- the checks can fail ---------------------------------------------------------------
 
 
-def test_a_gradient_off_by_a_fifth_is_found(figures: Figures) -> None:
+def test_a_gradient_off_by_a_fifth_is_found() -> None:
     model = Model((("residual", (("norm",), ("attention",))),), "tuple", shared=True)
     result, gradients = run(convert(copy.deepcopy(model))[0])
-    check_errors(model, named(result, gradients), figures)
+    check_errors(model, named(result, gradients))
     gradients["table.weight"] = gradients["table.weight"] * 1.2
     with pytest.raises(AssertionError, match=r"table.weight is off by 2\.\d+e-01"):
-        check_errors(model, named(result, gradients), figures)
+        check_errors(model, named(result, gradients))
 
 
 def test_errors_surely_above_autocasts_are_found() -> None:

@@ -31,17 +31,13 @@ def test_is_painted_as_there(case: Case, figures: Figures) -> None:
     assert painted(case, theirs) == case.expected
     assert len(theirs.casts) == case.casts
     figures.count("TensorFlow cases")
-    figures.count("re-expressed differently", bool(case.otherwise))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_the_optimal_placement_is_never_dearer(case: Case, figures: Figures) -> None:
+def test_the_optimal_placement_is_never_dearer(case: Case) -> None:
     """Of what may be low where TensorFlow paints, which no ceiling limits."""
     theirs = rewritten(case, "tensorflow").assignment
     assert theirs.optimal_cost <= theirs.cost
-    if theirs.cost:
-        best = theirs.optimal_cost / theirs.cost
-        figures.worst("optimal over tensorflow cost", best)
 
 
 def test_every_case_has_a_name_of_its_own() -> None:
@@ -107,7 +103,7 @@ GRADIENTS = {
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_gradients_are_computed_low_too(name: str, figures: Figures) -> None:
+def test_gradients_are_computed_low_too(name: str) -> None:
     """In bf16, whose kernels this CPU has; TensorFlow's tests run in both modes."""
     case = next(c for c in CASES if c.name == name)
     low = Case(**{**case.__dict__, "precision": "bf16"})
@@ -122,7 +118,6 @@ def test_gradients_are_computed_low_too(name: str, figures: Figures) -> None:
     assert {w.grad.dtype for w in gm.parameters() if w.grad is not None} == {
         torch.float32
     }
-    figures.count("gradients low")
 
 
 def test_the_optimizer_in_the_graph_gets_every_digit() -> None:

@@ -27,8 +27,10 @@ for _ in range(STEPS):
     critic_optimizer.step()
 
     generator_optimizer.zero_grad()
+    critic.requires_grad_(False)
     bce(critic(fake), ones).backward()
     generator_optimizer.step()
+    critic.requires_grad_(True)
 
     critic_losses.append(critic_loss.item())
     distances.append((fake.detach().mean(0) - mean).norm().item())

@@ -57,19 +57,6 @@ def x_transformers(mask: Mask, low: float | None) -> Attend:
     return attend
 
 
-def fairseq(mask: Mask, low: float | None) -> Attend:
-    def attend(m: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        b, n = q.shape[0], q.shape[2]
-        q, k, v = (t.reshape(b * HEADS, n, SIZE) for t in (q * SIZE**-0.5, k, v))
-        scores = torch.bmm(q, k.transpose(1, 2)).view(b, HEADS, n, n)
-        scores = scores.masked_fill(~mask(m, n), filling(low, scores))
-        scores = scores.view(b * HEADS, n, n)
-        weights = torch.softmax(scores, -1, dtype=torch.float32).type_as(scores)
-        return torch.bmm(weights, v).view(b, HEADS, n, SIZE)
-
-    return attend
-
-
 def megatron(mask: Mask, low: float | None) -> Attend:
     """Scaled by `baddbmm`, the largest score subtracted by hand, in place."""
 
@@ -131,18 +118,6 @@ def opt(mask: Mask) -> Attend:
     return attend
 
 
-def bloom(mask: Mask) -> Attend:
-    def attend(m: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        b, n = q.shape[0], q.shape[2]
-        q, k, v = (t.reshape(b * HEADS, n, SIZE) for t in (q, k, v))
-        added = mask(m, n).expand(b, HEADS, n, n).reshape(b * HEADS, n, n)
-        scores = torch.baddbmm(added.to(q.dtype), q, k.mT, beta=1.0, alpha=SIZE**-0.5)
-        weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-        return torch.bmm(weights, v).view(b, HEADS, n, SIZE)
-
-    return attend
-
-
 def gemma(mask: Mask) -> Attend:
     """Scores are capped by tanh before the mask is added."""
 
@@ -187,13 +162,6 @@ def xformers(m: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).transpose(1, 2)
 
 
-def diffusers(m: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-    empty = torch.empty(*q.shape[:2], k.shape[1], dtype=q.dtype)
-    scores = torch.baddbmm(empty, q, k.transpose(-1, -2), beta=0, alpha=SIZE**-0.5)
-    return torch.bmm(scores.softmax(-1), v).unflatten(0, (-1, HEADS))
-
-
 def whole_exp(m: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """llama2.c-like: the softmax written out, with an epsilon in the sum."""
     scores = q @ k.transpose(-2, -1) / math.sqrt(SIZE)
@@ -224,9 +192,9 @@ def grouped(m: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.matmul(F.softmax(scores, -1, dtype=torch.float32), repeat(v))
 
 
-FILLED = (nano_gpt, gpt2, x_transformers, fairseq, megatron)
-SUMMED = (bert, llama, t5, opt, bloom, gemma)
-BARE = (timm, whisper, xformers, diffusers, whole_exp, normed_keys, shared_keys)
+FILLED = (nano_gpt, gpt2, x_transformers, megatron)
+SUMMED = (bert, llama, t5, opt, gemma)
+BARE = (timm, whisper, xformers, whole_exp, normed_keys, shared_keys)
 
 USUAL = {
     "nano_gpt/buffered/inf",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tests.spelled.layers import BATCH, HEADS, SIZE, WIDTH, Layer, Spelling
+from tests.spelled.layers import BATCH, WIDTH, Layer, Spelling
 
 Change = Callable[[Layer, Tensor], Tensor]
 """Changes a model's parameters in place, and gives another input."""
@@ -190,6 +190,3 @@ class Situation:
             x = CHANGES[self.change](model, x)
         generator = torch.Generator().manual_seed(seed + 1000)
         return model, x, COTANGENTS[self.cotangent](torch.zeros_like(x), generator)
-
-
-assert HEADS * SIZE == WIDTH

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tests.spelled.layers import LONGEST, Layer
+from tests.spelled.layers import Layer
 
 Mask = Callable[[Layer, int], Tensor]
 
@@ -54,24 +54,9 @@ def window(m: Layer, n: int) -> Tensor:
     return (key <= query) & (query - key < 5)
 
 
-def two_sided(m: Layer, n: int) -> Tensor:
-    query, key = positions(n)
-    return (query - key).abs() <= 3
-
-
 def prefix(m: Layer, n: int) -> Tensor:
     query, key = positions(n)
     return (key <= query) | (key < 4)
-
-
-def blocks(m: Layer, n: int) -> Tensor:
-    query, key = positions(n)
-    return query // 4 == key // 4
-
-
-def anti_causal(m: Layer, n: int) -> Tensor:
-    query, key = positions(n)
-    return key >= query
 
 
 def strictly(m: Layer, n: int) -> Tensor:
@@ -94,14 +79,6 @@ def first_key(m: Layer, n: int) -> Tensor:
     return (torch.arange(n) < 1)[None]
 
 
-def row_of_ones(m: Layer, n: int) -> Tensor:
-    return torch.ones(1, n, dtype=torch.bool)
-
-
-def one_number(m: Layer, n: int) -> Tensor:
-    return torch.ones(1, 1, 1, 1, dtype=torch.bool)
-
-
 def joined(m: Layer, n: int) -> Tensor:
     """Half of the keys by one rule, half by another."""
     half = n // 2
@@ -121,9 +98,9 @@ def everything_but_one(m: Layer, n: int) -> Tensor:
 SEEN: dict[str, Mask] = {
     mask.__name__: mask
     for mask in (
-        *(buffered, trils, compared, left_padded, keys_padded, nobody, window),
-        *(two_sided, prefix, blocks, anti_causal, strictly, long_ago, all_ones),
-        *(first_key, row_of_ones, one_number, joined, expanded, everything_but_one),
+        *(buffered, trils, compared, left_padded, keys_padded, nobody, window, prefix),
+        *(strictly, long_ago, all_ones, first_key, joined, expanded),
+        everything_but_one,
     )
 }
 """Masks of bools."""
@@ -135,20 +112,9 @@ def alibi(m: Layer, n: int) -> Tensor:
     return far + torch.full((n, n), float("-inf")).triu(1)
 
 
-def bloom(m: Layer, n: int) -> Tensor:
-    """ALiBi of the key's position alone, and causal by the lowest number."""
-    hidden = torch.full((n, n), torch.finfo(torch.float32).min).triu(1)
-    return m.slopes[:, None, None] * torch.arange(n) + hidden
-
-
 def distances(m: Layer, n: int) -> Tensor:
     query, key = positions(n)
     return (key - query - 500).abs() * -1e4
-
-
-def far_away(m: Layer, n: int) -> Tensor:
-    query, key = positions(n)
-    return (key - query).abs() * -1e4
 
 
 def graded(m: Layer, n: int) -> Tensor:
@@ -179,12 +145,9 @@ def additive(mask: Mask, low: float) -> Mask:
 LOWEST = torch.finfo(torch.float32).min
 
 ADDED: dict[str, Mask] = {
-    mask.__name__: mask
-    for mask in (alibi, bloom, distances, far_away, graded, zeros, t5_bias)
+    mask.__name__: mask for mask in (alibi, distances, graded, zeros, t5_bias)
 }
 for _name in ("compared", "left_padded", "keys_padded", "nobody", "window", "strictly"):
     for _low in (-1e4, -1e9, LOWEST):
         ADDED[f"{_name}*{_low:.1g}"] = additive(SEEN[_name], _low)
 """Masks of numbers, which are added to scores."""
-
-assert LONGEST >= 300

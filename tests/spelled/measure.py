@@ -23,7 +23,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -225,6 +226,38 @@ def broken(found: Errors) -> Errors:
     return {n: e for n, e in found.items() if not e[0] <= LIMIT * e[1] + TINY}
 
 
+def confirmed(
+    errors: Callable[[int], Errors],
+    suspects: Errors,
+    *,
+    groups: int,
+    size: int,
+    may_hold: int = 0,
+    same_is_chance: bool = False,
+) -> Errors:
+    """What breaks the law in groups of further draws as well.
+
+    Args:
+        errors: of the draw with that seed.
+        may_hold: how many groups but the first may hold it.
+        same_is_chance: whether a tensor with one error in all draws is not judged.
+    """
+    held: Counter[str] = Counter()
+    for group in range(groups):
+        if not suspects:
+            break
+        first = 100 + group * size
+        draws = [errors(seed) for seed in range(first, first + size)]
+        again = broken(mean_squares(draws))
+        if same_is_chance:
+            same = [n for n in again if len({draw.get(n) for draw in draws}) == 1]
+            again = {n: e for n, e in again.items() if n not in same}
+        held.update(suspects.keys() - again.keys())
+        most = may_hold if group else 0
+        suspects = {n: again.get(n, e) for n, e in suspects.items() if held[n] <= most}
+    return suspects
+
+
 def ratio(pair: tuple[float, float]) -> float:
     return pair[0] / max(pair[1], TINY)
 
@@ -254,18 +287,11 @@ class Verdict:
         return self.raised or "; ".join(told)
 
 
-def judged(subject: Subject, seeds: int = FIRST, groups: int = GROUPS) -> Verdict:
+def judged(subject: Subject) -> Verdict:
     """The law, for one spelling on one kind of data; what breaks it is confirmed."""
     try:
-        errors = mean_squares([subject.errors(seed) for seed in range(seeds)])
-        suspects = broken(errors)
-        for group in range(groups):
-            if not suspects:
-                break
-            first = 100 + group * GROUP
-            draws = [subject.errors(seed) for seed in range(first, first + GROUP)]
-            again = broken(mean_squares(draws))
-            suspects = {n: again[n] for n in suspects if n in again}
+        errors = mean_squares([subject.errors(seed) for seed in range(FIRST)])
+        suspects = confirmed(subject.errors, broken(errors), groups=GROUPS, size=GROUP)
     except RefusedError as error:
         return Verdict({}, {}, [], refused=str(error).splitlines()[0])
     except Exception as error:  # noqa: BLE001  # what raises in ours alone is a failure

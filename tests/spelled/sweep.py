@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-import time
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tests.spelled import activations, attention, layouts, norms
 from tests.spelled.data import CHANGES, COTANGENTS, LENGTHS, Situation
 from tests.spelled.layers import Spelling
-from tests.spelled.measure import FIRST, Subject, Verdict, judged
+from tests.spelled.measure import Subject, Verdict, judged
 
 SPELLINGS: dict[str, Spelling] = {
     **attention.spellings(),
@@ -38,8 +38,6 @@ class Case:
 class Result:
     case: Case
     verdict: Verdict
-    vanishes: bool | None = None
-    """Whether a failure is none without replacements; None where nothing fails."""
 
 
 ISSUE: tuple[tuple[str, Situation], ...] = (
@@ -75,23 +73,18 @@ def issue_cases(precisions: Iterable[str] = ("bf16", "fp16")) -> list[Case]:
     return [Case(*case, p) for case in ISSUE for p in precisions]
 
 
-def sampled(
-    count: int, seed: int = 0, only: str = "", precision: str = ""
-) -> list[Case]:
+def sampled(count: int, seed: int = 0) -> list[Case]:
     """Cases with every spelling as often as every other, every data likewise."""
     draw = random.Random(seed)
-    names = [name for name in SPELLINGS if only in name]
-    if not names:
-        raise ValueError(f"no spelling has {only!r} in its name")
     by_kind: dict[str, list[str]] = {}
-    for name in names:
+    for name in SPELLINGS:
         by_kind.setdefault(name.split("/")[0], []).append(name)
+    kinds = sorted(by_kind)
+    weights = [min(len(by_kind[kind]), 60) for kind in kinds]
     found: dict[Case, None] = {}
-    for turn in range(20 * count):
+    for turn in itertools.count():
         if len(found) >= count:
             break
-        kinds = sorted(by_kind)
-        weights = [min(len(by_kind[kind]), 60) for kind in kinds]
         (kind,) = draw.choices(kinds, weights)
         name = draw.choice(by_kind[kind])
         is_plain = draw.random() < 0.15
@@ -100,50 +93,25 @@ def sampled(
             draw.choice(LENGTHS),
             draw.choice(["random", *COTANGENTS]),
         )
-        asked = precision or ("bf16", "fp16")[turn % 2]
-        found[Case(name, situation, asked)] = None
+        found[Case(name, situation, ("bf16", "fp16")[turn % 2])] = None
     return list(found)
 
 
-def swept(
-    cases: Iterable[Case], seeds: int = FIRST, fuse: bool = True
-) -> Iterator[Result]:
-    """The verdict on each case; for failures, whether `fuse=False` has none."""
+def swept(cases: Iterable[Case], fuse: bool = True) -> Iterator[Result]:
+    """The verdict on each case."""
     options = {} if fuse else {"fuse": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for case in cases:
-            verdict = judged(case.subject(**options), seeds)
-            result = Result(case, verdict)
-            if verdict.fails and fuse:
-                result.vanishes = not judged(case.subject(fuse=False), seeds).fails
-            yield result
+            yield Result(case, judged(case.subject(**options)))
 
 
 def table(results: Iterable[Result]) -> str:
-    """The worst ratio of each spelling, its data and precision, the worst first."""
-    worst: dict[tuple[str, str], Result] = {}
-    for result in results:
-        key = (result.case.name, result.case.precision)
-        if key not in worst or worst[key].verdict.worst() < result.verdict.worst():
-            worst[key] = result
-    rows = sorted(worst.values(), key=lambda r: (-r.verdict.fails, -r.verdict.worst()))
-    return "\n".join(line(result) for result in rows)
+    """A line for each, the worst first."""
+    return "\n".join(map(line, sorted(results, key=lambda r: -r.verdict.worst())))
 
 
 def line(result: Result) -> str:
     verdict = result.verdict
     said = f"{verdict.worst():9.3g}  {result.case}"
-    if verdict.fails:
-        replaced = "fuse" if result.vanishes else "also with fuse=False"
-        said += f"\n           {replaced}; kernels {verdict.kernels}: {verdict}"
-    return said
-
-
-def timed(results: Iterable[Result], seconds: float) -> Iterator[Result]:
-    """Results until the time is over."""
-    end = time.monotonic() + seconds
-    for result in results:
-        yield result
-        if time.monotonic() > end:
-            return
+    return said + f"; kernels {verdict.kernels}: {verdict}" if verdict.fails else said

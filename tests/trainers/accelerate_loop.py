@@ -1,4 +1,7 @@
-"""A loop under accelerate that accumulates gradients over two batches."""
+"""A loop under accelerate: alone, with accumulated gradients, or on two ranks.
+
+Its scheduler holds at skipped steps.
+"""
 
 import sys
 
@@ -11,8 +14,10 @@ OPTIONS = {
     "mixed": "no",
     "bad": "-1",
     "compile": "no",
+    "ranks": "1",
     **dict(a.split("=", 1) for a in sys.argv[1:]),
 }
+ALONE = OPTIONS["ranks"] == "1"
 
 torch.manual_seed(0)
 x = torch.randn(80, 16)
@@ -30,8 +35,11 @@ elif OPTIONS["compile"] == "function":
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 10)
 accelerator = Accelerator(
-    cpu=True, mixed_precision=OPTIONS["mixed"], gradient_accumulation_steps=2
+    cpu=True,
+    mixed_precision=OPTIONS["mixed"],
+    gradient_accumulation_steps=2 if ALONE else 1,
 )
+rank = accelerator.process_index
 steps = accelerator.prepare(model, optimizer, loader, scheduler)
 model, wrapper, loader, scheduler = steps
 
@@ -40,11 +48,12 @@ def sum_of_weights():
     return sum(p.detach().double().sum().item() for p in inner.parameters())
 
 
-losses, weights, rates = [], [sum_of_weights()], []
+losses, weights, rates, skipped = [], [sum_of_weights()], [], []
 for inputs, targets in loader:
     with accelerator.accumulate(model):
         loss = nn.functional.mse_loss(model(inputs), targets)
-        bad = len(weights) - 1 == int(OPTIONS["bad"])
+        # Of two ranks one alone sees the bad batch, where one is asked for.
+        bad = len(weights) - 1 == int(OPTIONS["bad"]) and (ALONE or rank == 1)
         accelerator.backward(loss * 1e36 if bad else loss)
         if accelerator.sync_gradients:
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -55,6 +64,7 @@ for inputs, targets in loader:
     if accelerator.sync_gradients:
         weights.append(sum_of_weights())
         rates.append(scheduler.get_last_lr()[0])
+        skipped.append(bool(accelerator.optimizer_step_was_skipped))
 
 RESULT = {
     "losses": losses,
@@ -65,3 +75,10 @@ RESULT = {
     "optimizer": optimizer,
     "wrapper": wrapper,
 }
+if not ALONE:
+    told = {name: RESULT[name] for name in ("losses", "weights", "rates")}
+    told["dtypes"] = sorted({str(p.dtype) for p in inner.parameters()})
+    torch.save({**told, "skipped": skipped}, f"{OPTIONS['folder']}/{rank}.pt")
+    del RESULT, optimizer, wrapper, steps
+    accelerator.wait_for_everyone()
+    accelerator.end_training()

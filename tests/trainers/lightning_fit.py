@@ -1,4 +1,4 @@
-"""Lightning: a module that is called itself, and one that calls its parts."""
+"""Lightning: a module that is called, or calls its parts, on one device or two."""
 
 import sys
 
@@ -13,8 +13,10 @@ OPTIONS = {
     "kind": "whole",
     "resume": "",
     "epochs": "1",
+    "ranks": "1",
     **dict(a.split("=", 1) for a in sys.argv[1:]),
 }
+RANKS = int(OPTIONS["ranks"])
 
 
 class Whole(pl.LightningModule):
@@ -31,13 +33,15 @@ class Whole(pl.LightningModule):
 
     def training_step(self, batch, index):
         loss = nn.functional.mse_loss(self.reconstructed(batch[0]), batch[0])
-        self.log("loss", loss)
         self.losses.append(loss.item())
         self.note_weights()
-        return loss * 1e36 if index == int(OPTIONS["bad"]) else loss
+        # Of two ranks one alone sees the bad batch, where one is asked for.
+        bad = index == int(OPTIONS["bad"]) and self.global_rank == RANKS - 1
+        return loss * 1e36 if bad else loss
 
     def validation_step(self, batch, index):
-        self.log("val_loss", nn.functional.mse_loss(self(batch[0]), batch[0]))
+        loss = nn.functional.mse_loss(self(batch[0]), batch[0])
+        self.log("val_loss", loss, sync_dist=RANKS > 1)
 
     def reconstructed(self, x):
         return self(x)
@@ -66,12 +70,13 @@ class Parts(Whole):
 
 
 torch.manual_seed(0)
-x = torch.randn(40, 4) @ torch.randn(4, 16)
+x = torch.randn(40 * RANKS, 4) @ torch.randn(4, 16)
 loader = DataLoader(TensorDataset(x), batch_size=4)
 model = Parts() if OPTIONS["kind"] == "parts" else Whole()
 trainer = pl.Trainer(
     accelerator="cpu",
-    devices=1,
+    devices=RANKS,
+    strategy="ddp" if RANKS > 1 else "auto",
     precision=OPTIONS["mixed"],
     max_epochs=int(OPTIONS["epochs"]),
     gradient_clip_val=1.0,
@@ -82,7 +87,8 @@ trainer = pl.Trainer(
     enable_checkpointing=False,
 )
 trainer.fit(model, loader, loader, ckpt_path=OPTIONS["resume"] or None)
-trainer.save_checkpoint(f"{OPTIONS['folder']}/last.ckpt")
+if RANKS == 1:
+    trainer.save_checkpoint(f"{OPTIONS['folder']}/last.ckpt")
 RESULT = {
     "losses": model.losses,
     "params": dict(model.named_parameters()),
@@ -92,3 +98,7 @@ RESULT = {
     "optimizer": trainer.optimizers[0],
     "wrapper": trainer.strategy._lightning_optimizers[0],
 }
+if RANKS > 1:
+    told = {name: RESULT[name] for name in ("losses", "weights")}
+    told["dtypes"] = sorted({str(p.dtype) for p in model.parameters()})
+    torch.save(told, f"{OPTIONS['folder']}/{trainer.global_rank}.pt")

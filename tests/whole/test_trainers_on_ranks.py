@@ -1,4 +1,4 @@
-"""Trainers of two processes: accelerate's own scripts, and Lightning's DDP."""
+"""Scripts on two processes: DDP, FSDP, accelerate, and Lightning's DDP."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ pytestmark = pytest.mark.slow
 
 BAD = 3
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+WRAPS = ["ddp", "fsdp1", "fsdp1_orig", "fsdp2", "fsdp2_blocks"]
+
+# script, its arguments, and the value of `mixed` with which it uses autocast.
+SCRIPTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    **{wrap: ("distributed", {"wrap": wrap}, "bf16") for wrap in WRAPS},
+    "accelerate": ("accelerate_loop", {"ranks": 2}, "bf16"),
+    "lightning": ("lightning_fit", {"ranks": 2}, "bf16-mixed"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +32,14 @@ def ranks(tmp_path_factory) -> Any:
     """Runs a script on two ranks; once for each set of arguments."""
     known: dict[Any, Any] = {}
 
-    def launch(script: str, precision: str = "", **more: Any) -> Any:
-        key = (script, precision, *more.items())
+    def launch(name: str, precision: str = "", **more: Any) -> Any:
+        key = (name, precision, *more.items())
         if key not in known:
-            folder = tmp_path_factory.mktemp(script)
+            folder = tmp_path_factory.mktemp(name)
+            script, given, _ = SCRIPTS[name]
             # Lightning's Trainer starts the second process itself.
-            starter = [] if script.startswith("lightning") else TORCHRUN
-            arguments = [f"{k}={v}" for k, v in more.items()]
+            starter = [] if name == "lightning" else TORCHRUN
+            arguments = [f"{k}={v}" for k, v in {**given, **more}.items()]
             command = [*starter, str(FOLDER / f"{script}.py"), *arguments]
             said, reports = run_apart(folder, precision, *command)
             results = [torch.load(folder / f"{rank}.pt") for rank in range(2)]
@@ -44,41 +53,42 @@ def losses(results: list[Any]) -> torch.Tensor:
     return torch.tensor([r["losses"] for r in results], dtype=torch.float64)
 
 
-def moved(result: dict[str, Any]) -> list[bool]:
-    return [a != b for a, b in itertools.pairwise(result["weights"])]
-
-
-SCRIPTS = {"lightning_ddp": "bf16-mixed", "accelerate_ddp": "bf16"}
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_two_ranks_train_as_in_fp32(script: str, precision: str, ranks: Any) -> None:
-    plain = losses(ranks(script)[0])
-    autocast = losses(ranks(script, mixed=SCRIPTS[script])[0])
-    results, reports, said = ranks(script, precision)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_two_ranks_train_as_in_fp32(name: str, precision: str, ranks: Any) -> None:
+    plain = losses(ranks(name)[0])
+    autocast = losses(ranks(name, mixed=SCRIPTS[name][2])[0])
+    results, reports, said = ranks(name, precision)
     deviation = float((losses(results) - plain).abs().max())
     print(f"deviation {deviation:.2e}, allowed {bound(plain, autocast):.2e}")
     assert 0 < deviation <= bound(plain, autocast)
     assert all(r["dtypes"] == ["torch.float32"] for r in results)
     assert results[0]["weights"] == results[1]["weights"]
+    if name == "fsdp1":  # Dynamo has no support for it with use_orig_params=False
+        assert said.count("calls run under torch.autocast") == 2
+        return
     assert said.count("is converted to") == 1  # the first rank speaks for all
-    assert [r["coverage"]["share_of_calls"] for r in reports] == [1, 1]
+    shares = [(c["share_of_calls"], c["share_of_flops"]) for c in coverage(reports)]
+    assert shares == [(1, 1), (1, 1)]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_an_overflow_on_one_rank_skips_one_step_on_both(
-    script: str, ranks: Any
-) -> None:
-    results, reports, _ = ranks(script, "fp16", bad=BAD)
+def coverage(reports: list[Any]) -> list[Any]:
+    return [report["coverage"] for report in reports]
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "fsdp1"])
+def test_an_overflow_on_one_rank_skips_one_step_on_both(name: str, ranks: Any) -> None:
+    results, reports, _ = ranks(name, "fp16", bad=BAD)
     for result in results:
-        assert moved(result) == [step != BAD for step in range(10)]
+        moved = [a != b for a, b in itertools.pairwise(result["weights"])]
+        assert moved == [step != BAD for step in range(10)]
+        assert all(torch.tensor(result["losses"]).isfinite())
     assert [r["loss_scale"]["skipped_steps"] for r in reports] == [1, 1]
 
 
 def test_the_scheduler_of_both_ranks_holds_at_a_skipped_step(ranks: Any) -> None:
-    rates = ranks("accelerate_ddp")[0][0]["rates"]
-    for result in ranks("accelerate_ddp", "fp16", bad=BAD)[0]:
+    rates = ranks("accelerate")[0][0]["rates"]
+    for result in ranks("accelerate", "fp16", bad=BAD)[0]:
         assert result["skipped"] == [step == BAD for step in range(10)]
         assert result["rates"] == [*rates[:BAD], *rates[BAD - 1 : -1]]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.models.case import Args, Case, distance, generator, labelled, tokens
-
-from .tiny import VOCAB, tiny
+from tests.models.hf import SEQUENCES, spectra, whisper
+from tests.models.tiny import TINY, VOCAB, tiny
 
 SIDE = 32
 LABELS = 5
@@ -148,49 +148,13 @@ def _sound(seed: int) -> Args:
     }
 
 
-def _mel(seed: int) -> Args:
-    mel = torch.randn(2, 16, 32, generator=generator(seed))
-    return (), {"input_features": mel, "labels": tokens(seed, 2, 8, vocab=VOCAB)}
-
-
-def _whisper() -> nn.Module:
-    return tiny(
-        "WhisperForConditionalGeneration",
-        num_mel_bins=16,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=96,
-        decoder_ffn_dim=96,
-        max_source_positions=16,
-        max_target_positions=16,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-    )
-
-
 def _two_towers(model: str) -> Callable[[], nn.Module]:
-    text = {
-        "vocab_size": VOCAB,
-        "hidden_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 96,
-        "max_position_embeddings": 64,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "projection_size": 48,
-    }
-    vision = {
-        "image_size": SIDE,
-        "patch_size": 8,
-        "hidden_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 96,
-    }
+    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    both = {name: TINY[name] for name in (*sizes, "intermediate_size")}
+    words = ("vocab_size", "max_position_embeddings", "pad_token_id", "bos_token_id")
+    text = {name: TINY[name] for name in (*words, "eos_token_id")}
+    text |= both | {"projection_size": 48}
+    vision = {"image_size": SIDE, "patch_size": 8, **both}
     return lambda: tiny(model, text_config=text, vision_config=vision)
 
 
@@ -238,12 +202,7 @@ def _detr() -> nn.Module:
         use_timm_backbone=False,
         num_queries=5,
         d_model=48,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=96,
-        decoder_ffn_dim=96,
+        **SEQUENCES | {"encoder_layers": 1, "decoder_layers": 1},
     )
 
 
@@ -265,7 +224,7 @@ CASES = (
         Case(name, _build(model, settings), _sound, labelled)
         for name, model, settings in SPEECH
     ),
-    Case("whisper", _whisper, _mel, labelled),
+    Case("whisper", whisper, spectra, labelled),
     Case("detr", _detr, _pictures, _detections),
     Case("clip", _two_towers("CLIPModel"), _pairs, _scores),
     Case("siglip", _two_towers("SiglipModel"), _pairs, _scores),

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from tests.models.case import Args, Case, labelled, tokens
-
-from .tiny import VOCAB, tiny
+from tests.models.hf import LENGTH, SEQUENCES, T5, causal, masked
+from tests.models.tiny import VOCAB, tiny
 
 Row = tuple[str, str, dict[str, Any]]
 """A case's name, the class in transformers, and what its config needs besides."""
 
-LENGTH = 12
-
 _EXPERTS = {"num_experts_per_tok": 2}
+_RELATIVE = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
 
 DECODERS: tuple[Row, ...] = (
     ("gpt2", "GPT2LMHeadModel", {}),
@@ -84,16 +82,8 @@ ENCODERS: tuple[Row, ...] = (
     ("albert", "AlbertForMaskedLM", {"embedding_size": 24}),
     ("distilbert", "DistilBertForMaskedLM", {"hidden_dim": 96}),
     ("electra", "ElectraForMaskedLM", {"embedding_size": 24}),
-    (
-        "deberta",
-        "DebertaForMaskedLM",
-        {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
-    ),
-    (
-        "deberta_v2",
-        "DebertaV2ForMaskedLM",
-        {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
-    ),
+    ("deberta", "DebertaForMaskedLM", _RELATIVE),
+    ("deberta_v2", "DebertaV2ForMaskedLM", _RELATIVE),
     (
         "mobilebert",
         "MobileBertForMaskedLM",
@@ -116,29 +106,15 @@ ENCODERS: tuple[Row, ...] = (
     ),
 )
 
-_SEQ = {
-    "d_model": 48,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 96,
-    "decoder_ffn_dim": 96,
-}
+_SEQ = {"d_model": 48, **SEQUENCES}
 
 ENCODER_DECODERS: tuple[Row, ...] = (
-    (
-        "t5",
-        "T5ForConditionalGeneration",
-        {"d_kv": 12, "d_ff": 96, "decoder_start_token_id": 0},
-    ),
+    ("t5", "T5ForConditionalGeneration", T5),
     (
         "switch",
         "SwitchTransformersForConditionalGeneration",
         {
-            "d_kv": 12,
-            "d_ff": 96,
-            "decoder_start_token_id": 0,
+            **T5,
             "num_layers": 2,
             "num_decoder_layers": 2,
             "num_sparse_encoder_layers": 1,
@@ -150,19 +126,6 @@ ENCODER_DECODERS: tuple[Row, ...] = (
     ("pegasus", "PegasusForConditionalGeneration", _SEQ),
     ("m2m_100", "M2M100ForConditionalGeneration", _SEQ),
 )
-
-
-def _causal(seed: int) -> Args:
-    ids = tokens(seed, 2, LENGTH, vocab=VOCAB)
-    return (), {"input_ids": ids, "labels": ids}
-
-
-def _masked(seed: int) -> Args:
-    ids = tokens(seed, 2, LENGTH, vocab=VOCAB)
-    mask = torch.ones_like(ids)
-    mask[1, 9:] = 0
-    labels = ids.masked_fill(mask == 0, -100)
-    return (), {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def _translated(seed: int) -> Args:
@@ -183,7 +146,7 @@ def _cases(rows: tuple[Row, ...], inputs: Callable[[int], Args]) -> tuple[Case, 
 
 
 CASES = (
-    *_cases(DECODERS, _causal),
-    *_cases(ENCODERS, _masked),
+    *_cases(DECODERS, causal),
+    *_cases(ENCODERS, masked),
     *_cases(ENCODER_DECODERS, _translated),
 )

@@ -9,19 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from tests.models.case import Case, distance, normal
+from tests.models.tiny import without_zeros
 
 from . import site
-from .tiny import without_zeros
 
 LABELS = 5
-
-
-def _densenet(models: Any) -> nn.Module:
-    return models.DenseNet(8, (2, 2), 16, num_classes=LABELS)
-
-
-def _mnasnet(models: Any) -> nn.Module:
-    return models.MNASNet(0.25, num_classes=LABELS, dropout=0.0)
 
 
 def _mobilenet_v2(models: Any) -> nn.Module:
@@ -39,14 +31,6 @@ def _mobilenet_v3(models: Any) -> nn.Module:
         block(24, 5, 48, 24, False, "HS", 1),
     ]
     return models.MobileNetV3(blocks, 48, num_classes=LABELS, dropout=0.0)
-
-
-def _shufflenet(models: Any) -> nn.Module:
-    return models.ShuffleNetV2([2, 2, 2], [8, 16, 32, 48, 64], num_classes=LABELS)
-
-
-def _squeezenet(models: Any) -> nn.Module:
-    return models.SqueezeNet("1_1", num_classes=LABELS, dropout=0.0)
 
 
 def _efficientnet(models: Any) -> nn.Module:
@@ -79,60 +63,30 @@ def _convnext(models: Any) -> nn.Module:
     return models.ConvNeXt([block(16, 32, 1), block(32, None, 2)], num_classes=LABELS)
 
 
-def _vit(models: Any) -> nn.Module:
-    return models.VisionTransformer(32, 8, 2, 4, 48, 96, num_classes=LABELS)
-
-
 def _swin(models: Any, version: int) -> nn.Module:
-    module = models.swin_transformer
-    kinds: dict[str, Any] = {
-        1: {},
-        2: {
-            "block": module.SwinTransformerBlockV2,
-            "downsample_layer": module.PatchMergingV2,
-        },
-    }[version]
+    module, kinds = models.swin_transformer, {}
+    if version == 2:
+        kinds["block"] = module.SwinTransformerBlockV2
+        kinds["downsample_layer"] = module.PatchMergingV2
+    sizes = ([4, 4], 24, [1, 1], [2, 4], [4, 4])
     return models.SwinTransformer(
-        [4, 4],
-        24,
-        [1, 1],
-        [2, 4],
-        [4, 4],
-        stochastic_depth_prob=0.0,
-        num_classes=LABELS,
-        **kinds,
+        *sizes, stochastic_depth_prob=0.0, num_classes=LABELS, **kinds
     )
 
 
 def _swin3d(models: Any) -> nn.Module:
+    sizes = ([2, 4, 4], 24, [1, 1], [2, 4], [2, 4, 4])
     return models.video.SwinTransformer3d(
-        [2, 4, 4],
-        24,
-        [1, 1],
-        [2, 4],
-        [2, 4, 4],
-        stochastic_depth_prob=0.0,
-        num_classes=LABELS,
+        *sizes, stochastic_depth_prob=0.0, num_classes=LABELS
     )
 
 
-def _maxvit(models: Any) -> nn.Module:
-    return models.MaxVit((64, 64), 16, 4, [16, 32], [1, 1], 8, 0.0, num_classes=LABELS)
-
-
-def _trunk() -> nn.Module:
-    """A small backbone with two exits, as the segmentation models take it."""
-    shallow = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU())
-    deep = nn.Sequential(nn.Conv2d(16, 32, 3, 2, 1), nn.BatchNorm2d(32), nn.ReLU())
-    return nn.ModuleDict({"low": shallow, "high": deep})
-
-
 class _Exits(nn.Module):
-    """What both parts of `_trunk` give, by name."""
+    """A small backbone with two exits, as the segmentation models take it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts = _trunk()
+        self.parts = nn.ModuleDict({"low": _reduced(3, 16), "high": _reduced(16, 32)})
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         low = self.parts["low"](x)
@@ -140,19 +94,24 @@ class _Exits(nn.Module):
         return {"low": low, "high": high, "out": high}
 
 
-def _lraspp(models: Any) -> nn.Module:
-    return models.segmentation.LRASPP(_Exits(), 16, 32, LABELS, inter_channels=16)
+def _reduced(inner: int, outer: int) -> nn.Module:
+    convolution = nn.Conv2d(inner, outer, 3, 2, 1)
+    return nn.Sequential(convolution, nn.BatchNorm2d(outer), nn.ReLU())
 
 
-def _fcn(models: Any) -> nn.Module:
-    return models.segmentation.FCN(
-        _Exits(), models.segmentation.fcn.FCNHead(32, LABELS)
-    )
+def _segmenting(models: Any, kind: str) -> nn.Module:
+    module = models.segmentation
+    if kind == "lraspp":
+        return module.LRASPP(_Exits(), 16, 32, LABELS, inter_channels=16)
+    if kind == "fcn":
+        return module.FCN(_Exits(), module.fcn.FCNHead(32, LABELS))
+    head = module.deeplabv3.DeepLabHead(32, LABELS, (2, 3))
+    return module.DeepLabV3(_Exits(), head)
 
 
-def _deeplab(models: Any) -> nn.Module:
-    head = models.segmentation.deeplabv3.DeepLabHead(32, LABELS, (2, 3))
-    return models.segmentation.DeepLabV3(_Exits(), head)
+def _by_class(name: str, *sizes: Any, **more: Any) -> Callable[[Any], nn.Module]:
+    """A class of torchvision's that takes its sizes as they are."""
+    return lambda models: getattr(models, name)(*sizes, num_classes=LABELS, **more)
 
 
 IMAGE = normal(4, 3, 32, 32)
@@ -160,24 +119,25 @@ LARGE = normal(2, 3, 64, 64)
 VIDEO = normal(2, 3, 4, 32, 32)
 
 MODELS: tuple[tuple[str, Callable[[Any], nn.Module], Any], ...] = (
-    ("densenet", _densenet, IMAGE),
-    ("mnasnet", _mnasnet, LARGE),
+    ("densenet", _by_class("DenseNet", 8, (2, 2), 16), IMAGE),
+    ("mnasnet", _by_class("MNASNet", 0.25, dropout=0.0), LARGE),
     ("mobilenet_v2", _mobilenet_v2, IMAGE),
     ("mobilenet_v3", _mobilenet_v3, IMAGE),
-    ("shufflenet_v2", _shufflenet, IMAGE),
-    ("squeezenet", _squeezenet, IMAGE),
+    ("shufflenet_v2", _by_class("ShuffleNetV2", [2, 2, 2], [8, 16, 32, 48, 64]), IMAGE),
+    ("squeezenet", _by_class("SqueezeNet", "1_1", dropout=0.0), IMAGE),
     ("efficientnet", _efficientnet, IMAGE),
     ("regnet", _regnet, LARGE),
     ("resnet", _resnet, IMAGE),
     ("convnext", _convnext, IMAGE),
-    ("vit", _vit, IMAGE),
+    ("vit", _by_class("VisionTransformer", 32, 8, 2, 4, 48, 96), IMAGE),
     ("swin", partial(_swin, version=1), IMAGE),
     ("swin_v2", partial(_swin, version=2), IMAGE),
     ("swin3d", _swin3d, VIDEO),
-    ("maxvit", _maxvit, LARGE),
-    ("lraspp", _lraspp, IMAGE),
-    ("fcn", _fcn, IMAGE),
-    ("deeplabv3", _deeplab, IMAGE),
+    ("maxvit", _by_class("MaxVit", (64, 64), 16, 4, [16, 32], [1, 1], 8, 0.0), LARGE),
+    *(
+        (kind, partial(_segmenting, kind=kind), IMAGE)
+        for kind in ("lraspp", "fcn", "deeplabv3")
+    ),
 )
 
 

@@ -1,7 +1,6 @@
 """Layers as libraries write them, on hostile data: at least as true as autocast.
 
-A sample; tests/conformance/test_spelled.py has more, `python -m tests.spelled` as many
-as one likes.
+A sample; tests/conformance/test_spelled.py has as many as one likes.
 """
 
 from __future__ import annotations

@@ -24,10 +24,10 @@ TINY = {
 }
 
 
-def tiny(model: str, **settings: Any) -> nn.Module:
-    """The named class with small random weights and no dropout."""
+def tiny(model: str, dropout: float = 0.0, **settings: Any) -> nn.Module:
+    """The named class with small random weights."""
     cls = getattr(transformers, model)
-    return without_zeros(cls(config_of(cls, settings)))
+    return without_zeros(cls(config_of(cls, dropout, settings)))
 
 
 def without_zeros(model: nn.Module) -> nn.Module:
@@ -42,7 +42,7 @@ def without_zeros(model: nn.Module) -> nn.Module:
     return model
 
 
-def config_of(cls: Any, settings: dict[str, Any]) -> Any:
+def config_of(cls: Any, dropout: float, settings: dict[str, Any]) -> Any:
     """`TINY`, as far as the config knows it, and `settings` laid over it."""
     config = cls.config_class
     spelling = config.attribute_map
@@ -52,7 +52,7 @@ def config_of(cls: Any, settings: dict[str, Any]) -> Any:
     made = config(**known | settings)
     for name, value in vars(made).items():
         if "drop" in name and isinstance(value, float):
-            setattr(made, name, 0.0)
+            setattr(made, name, dropout)
     return made
 
 
