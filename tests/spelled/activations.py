@@ -93,6 +93,8 @@ BACKWARDS: dict[str, Backward] = {
     "softmax": lambda x, grad: _right(x, grad - (grad * x).mean(-1, keepdim=True)),
     "nearly right": lambda x, grad: _right(x, grad) * 1.0001,
     "right and a bit": lambda x, grad: _right(x, grad) + 1e-7,
+    "squared": lambda x, grad: _right(x, grad * grad.abs()),
+    "averaged": lambda x, grad: _right(x, grad.mean(-1, keepdim=True).expand_as(grad)),
     "clipped": lambda x, grad: _right(x, grad.clamp(-0.5, 0.5)),
     "less its mean": lambda x, grad: _right(x, grad - grad.mean()),
     "of another input": lambda x, grad: _right(x.flip(0), grad),
