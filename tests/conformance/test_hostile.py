@@ -86,7 +86,7 @@ def test_all_variables_at_once(given_: dict[str, str], other: str) -> None:
 @pytest.mark.parametrize("value", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_script_runs_on_and_is_told_once(value: str, tmp_path) -> None:
     """Every variable is hostile; the first one read is named."""
-    environ = {**dict.fromkeys(VARIABLES, value), environment.ENABLE: "1"}
+    environ = {**dict.fromkeys(UNMADE, value), environment.ENABLE: "1"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         env=os.environ | environ,

@@ -196,16 +196,6 @@ def test_pickles_are_those_of_a_plain_model(precision: str) -> None:
     assert b"autoamp" not in saved.getvalue().replace(b"tests.whole.test_odd", b"")
 
 
-def test_a_shallow_copy_runs_its_own_weights(precision: str) -> None:
-    model, x = mlp(), x_of()
-    model(x)
-    other = copy.copy(model)
-    other._modules = dict(model._modules)
-    other._modules["2"] = nn.Linear(64, 4)
-    exact = nn.Sequential.forward(other, x)
-    assert relative_error(other(x), exact) < CLOSE[precision]
-
-
 def test_a_copy_of_the_names_runs_its_own_weights(precision: str) -> None:
     model, x = Net(), x_of()
     model(x)
@@ -317,15 +307,6 @@ def test_clipping_still_refuses_what_is_infinite_by_itself(precision: str) -> No
     weight.grad = torch.full((3,), torch.inf)
     with pytest.raises(RuntimeError, match="non-finite"):
         clip_grad_norm_([weight], 1.0, error_if_nonfinite=True)
-
-
-def test_clipping_is_put_back() -> None:
-    original = torch.nn.utils.clip_grad._get_total_norm
-    autoamp.enable()
-    assert torch.nn.utils.clip_grad._get_total_norm is not original
-    autoamp.disable()
-    assert torch.nn.utils.clip_grad._get_total_norm is original
-    assert torch.nn.utils.get_total_norm is original
 
 
 def test_a_model_converted_by_name_tells_of_an_overflow_nobody_skips(caplog) -> None:
