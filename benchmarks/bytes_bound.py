@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.analyse.verdict import Classified
 from autoamp.calibrate.prices import Operand, op_specimen
-from autoamp.counted.traffic import count_traffic
+from autoamp.counted.ops import count_traffic
 from autoamp.dtypes import HIGH_DTYPE
 from autoamp.kernels.attention import attention_at
 from autoamp.kernels.functions.attention import attention

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 import autoamp
-from autoamp.counted.ops import CountingMode
+from autoamp.counted.ops import CountingMode, Traffic, TrafficMode, is_cast
 from autoamp.counted.saved import saved_bytes
-from autoamp.counted.traffic import Traffic, TrafficMode, is_cast
 
 from .bytes_bound import bytes_bound
 from .metrics import ModelCase

@@ -34,9 +34,8 @@ from autoamp.benchmark.step import (
 )
 from autoamp.benchmark.ways import KINDS, Way, arrived, device_of, ways_for
 from autoamp.calibrate.clock import device_name, finish, surely_less
-from autoamp.counted.ops import CountingMode
+from autoamp.counted.ops import CountingMode, TrafficMode
 from autoamp.counted.saved import saved_bytes
-from autoamp.counted.traffic import TrafficMode
 from autoamp.dtypes import short_name
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.model.reporting import report_on

@@ -5,7 +5,7 @@ Products of a vector with a vector or a matrix do not count: they read each numb
 so that reading takes all their time in any precision.
 """
 
-# ruff: noqa: ARG001 - a formula has all parameters of its operator
+# ruff: noqa: ARG001 - a formula takes all arguments of its operator
 
 from __future__ import annotations
 
@@ -17,26 +17,17 @@ from torch.utils import flop_counter
 
 Formula = Callable[..., int]
 
-aten = torch.ops.aten
 
-
-def _addmm(
-    bias: Any, a: torch.Size, b: torch.Size, *args: Any, out_shape: Any, **kwargs: Any
-) -> int:
+def _addmm(_: Any, a: torch.Size, b: torch.Size, *others: Any, **more: Any) -> int:
     return int(flop_counter.mm_flop(a, b))
 
 
-def _bmm(a: torch.Size, b: torch.Size, *args: Any, out_shape: Any, **kw: Any) -> int:
+def _bmm(a: torch.Size, b: torch.Size, *others: Any, **more: Any) -> int:
     return 0 if a[1] == b[2] == 1 else flop_counter.bmm_flop(a, b)
 
 
 def _attention(
-    q: torch.Size,
-    k: torch.Size,
-    v: torch.Size,
-    *args: Any,
-    out_shape: Any,
-    **kwargs: Any,
+    q: torch.Size, k: torch.Size, v: torch.Size, *others: Any, **more: Any
 ) -> int:
     k, v = _with_heads_of(q, k), _with_heads_of(q, v)
     return int(flop_counter.sdpa_flop_count(q, k, v))
@@ -47,9 +38,8 @@ def _attention_backward(
     q: torch.Size,
     k: torch.Size,
     v: torch.Size,
-    *args: Any,
-    out_shape: Any,
-    **kwargs: Any,
+    *others: Any,
+    **more: Any,
 ) -> int:
     k, v = _with_heads_of(q, k), _with_heads_of(q, v)
     return int(flop_counter.sdpa_backward_flop_count(grad, q, k, v))
@@ -60,34 +50,21 @@ def _with_heads_of(q: torch.Size, kv: torch.Size) -> torch.Size:
     return torch.Size([kv[0], q[1], *kv[2:]])
 
 
+def _rnn(x: torch.Size, w: torch.Size, u: torch.Size, *others: Any, **more: Any) -> int:
+    # One layer, one direction: each step multiplies its input and its state.
+    return 2 * x[0] * x[1] * (w.numel() + u.numel())
+
+
+def _rnn_backward(*args: Any, **more: Any) -> int:
+    return 2 * _rnn(*args, **more)
+
+
 _FUSED_ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )
-
-
-def _rnn(
-    x: torch.Size,
-    weight_in: torch.Size,
-    weight_hidden: torch.Size,
-    *args: Any,
-    out_shape: Any,
-    **kwargs: Any,
-) -> int:
-    # One layer, one direction: each step multiplies its input and its state.
-    steps = x[0] * x[1]
-    return 2 * steps * (weight_in.numel() + weight_hidden.numel())
-
-
-def _rnn_backward(*args: Any, out_shape: Any, **kwargs: Any) -> int:
-    return 2 * _rnn(*args, out_shape=out_shape, **kwargs)
-
-
-def _packet(name: str) -> Any:
-    return getattr(aten, name)
-
 
 _MISSING: dict[str, Formula] = {
     "_addmm_activation": _addmm,
@@ -98,9 +75,9 @@ _MISSING: dict[str, Formula] = {
     "mkldnn_rnn_layer_backward": _rnn_backward,
 }
 
-_FORMULAS: dict[Any, Formula] = {
-    **flop_counter.flop_registry,
-    **{_packet(n): flop_counter.shape_wrapper(f) for n, f in _MISSING.items()},
+_FORMULAS: dict[Any, Formula] = flop_counter.flop_registry | {
+    getattr(torch.ops.aten, name): flop_counter.shape_wrapper(formula)
+    for name, formula in _MISSING.items()
 }
 
 _OWN = {"autoamp::attention_backward": flop_counter.shape_wrapper(_attention_backward)}

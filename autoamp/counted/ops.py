@@ -1,7 +1,7 @@
-"""Counts the casts and flops that a call really runs, forward and backward.
+"""Counts the calls of a region as the dispatcher sees them: casts, flops, bytes moved.
 
-The counts are made at the dispatcher, in the same way for fp32, `torch.autocast` and
-rewritten graphs.  Casts inside a kernel that inductor has generated are not counted.
+The counts are made in the same way for fp32, `torch.autocast` and rewritten graphs.
+Casts inside a kernel that inductor has generated are not counted.
 """
 
 from __future__ import annotations
@@ -13,17 +13,60 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from autoamp import compat
 from autoamp.counted.flops import flops_of
-from autoamp.dtypes import LOW_DTYPES
+from autoamp.counted.saved import storage_key
+from autoamp.counted.traffic_rules import NOTHING, moved, tensors_of
+from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES, short_name
+from autoamp.ops import HIDDEN_WRITES
+
+Phase = Literal["forward", "backward"]
+
+
+class _Mode(compat.CountingDispatch):
+    """A mode that notes each call of an ATen operator; Dynamo still captures in it."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, compat.OpOverload):
+            return func(*args, **kwargs)  # a higher-order operator: its body comes here
+        if not self.is_whole(func):
+            # Under inference_mode composite operators arrive whole.
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        out = func(*args, **kwargs)
+        self.note(func, args, kwargs, out)
+        return out
+
+    def is_whole(self, func: compat.OpOverload) -> bool:
+        """Whether an operator counts as one call, even if torch composes it."""
+        return flops_of(func) is not None
+
+    def note(self, func: compat.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
+        """Counts the call `func(*args, **kwargs)`, which has returned `out`."""
+        raise NotImplementedError
+
+
+def _phase() -> Phase:
+    return "backward" if compat.inside_backward() else "forward"
+
+
+# -- casts and flops -------------------------------------------------------------------
 
 
 class Cast(NamedTuple):
     """A kind of cast, by phase, by source, and by direction."""
 
-    phase: Literal["forward", "backward"]
+    phase: Phase
     source: Literal["weight", "value"]
     direction: Literal["down", "up"]
 
@@ -44,19 +87,12 @@ class Counts:
     refreshes: int = 0
     flops: Counter[torch.dtype] = field(default_factory=Counter)
 
-    def cast_count(
-        self,
-        *,
-        phase: str | None = None,
-        source: str | None = None,
-        direction: str | None = None,
-    ) -> int:
-        """The casts with these properties, without refreshes of weight copies."""
-        wanted = (phase, source, direction)
+    def cast_count(self, **wanted: str) -> int:
+        """The casts whose fields are as given, without refreshes of weight copies."""
         return sum(
             count
             for cast, count in self.casts.items()
-            if all(w is None or w == c for w, c in zip(wanted, cast, strict=True))
+            if wanted.items() <= cast._asdict().items()
         )
 
     @property
@@ -85,34 +121,27 @@ class Counts:
         return self.low_flops / max(1, self.flops.total())
 
 
-class CountingMode(compat.CountingDispatch):
-    """Counts the ops of a region in `counts`; Dynamo still captures in the region."""
+class CountingMode(_Mode):
+    """Counts the casts and flops of a region in `counts`.
+
+    Args:
+        parameters: tensors whose casts, and casts of whose views, count as casts of
+            weights.
+    """
 
     def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.counts = Counts()
         self._parameters = {storage_key(p) for p in parameters}
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):
-            return func(*args, **kwargs)  # a higher-order operator: its body comes here
+    def note(self, func: compat.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
+        """Counts a call."""
         flops = flops_of(func)
-        if flops is None:
-            # Under inference_mode composite operators arrive whole.
-            with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        out = func(*args, **kwargs)
         if flops is not None:
-            dtype = _compute_dtype(args)
+            floats = (
+                t for t in tensors_of(args) if t.is_floating_point() or t.is_complex()
+            )
+            dtype = next((t.dtype for t in floats), HIGH_DTYPE)
             self.counts.flops[dtype] += flops(*args, **kwargs, out_val=out)
         name = func.overloadpacket.__name__
         if name in ("_to_copy", "convert_element_type"):
@@ -121,66 +150,120 @@ class CountingMode(compat.CountingDispatch):
             self._copies([args[0]], [args[1]])
         elif name in ("_foreach_copy_", "_foreach_copy"):
             self._copies(args[0], args[1])
-        return out
 
     def _copies(self, targets: Iterable[Tensor], sources: Iterable[Any]) -> None:
         before = self.counts.refreshed
         for target, source in zip(targets, sources, strict=True):
-            self._copy(target, source)
+            if isinstance(source, Tensor):
+                self._cast(source, target, is_copy=True)
         self.counts.refreshes += self.counts.refreshed > before
 
-    def _copy(self, target: Tensor, source: Any) -> None:
-        if not isinstance(source, Tensor) or not _changes_float_dtype(source, target):
+    def _cast(self, source: Tensor, target: Tensor, *, is_copy: bool = False) -> None:
+        both_float = source.is_floating_point() and target.is_floating_point()
+        if not both_float or source.dtype == target.dtype:
             return
-        if storage_key(source) in self._parameters:
-            self.counts.refreshed += 1
-            self.counts.cast_bytes += source.nbytes + target.nbytes
-        else:
-            self._cast(source, target)
-
-    def _cast(self, source: Tensor, target: Tensor) -> None:
-        if not _changes_float_dtype(source, target):
-            return
-        in_backward = compat.inside_backward()
-        cast = Cast(
-            "backward" if in_backward else "forward",
-            "weight" if storage_key(source) in self._parameters else "value",
-            "down" if target.itemsize < source.itemsize else "up",
-        )
-        self.counts.casts[cast] += 1
         self.counts.cast_bytes += source.nbytes + target.nbytes
+        of_weight = storage_key(source) in self._parameters
+        if is_copy and of_weight:
+            self.counts.refreshed += 1
+            return
+        kind = "weight" if of_weight else "value"
+        way = "down" if target.itemsize < source.itemsize else "up"
+        self.counts.casts[Cast(_phase(), kind, way)] += 1
 
 
 def count_ops(fn: Callable[[], Any], parameters: Iterable[Tensor] = ()) -> Counts:
-    """The casts and flops of `fn()`, including its backward passes.
-
-    Args:
-        fn: the call to count, which is made once.
-        parameters: tensors whose casts, and casts of whose views, count as casts of
-            weights.
-    """
+    """The casts and flops of `fn()`, including its backward passes; `fn` runs once."""
     mode = CountingMode(parameters)
     with mode:
         fn()
     return mode.counts
 
 
-def storage_key(tensor: Tensor) -> tuple[str, int]:
-    """A key of the storage of a living tensor; views of the storage share the key.
+# -- bytes -----------------------------------------------------------------------------
 
-    The key is not the address, because a read of the address makes a copy-on-write
-    storage real.
+_SHORT = {d: short_name(d) for d in (HIGH_DTYPE, *LOW_DTYPES.values())}
+_SHORT[torch.float64] = "fp64"
+_CASTS = {"_to_copy", "copy_", "copy", "_foreach_copy_", "_foreach_copy"}
+
+
+class Line(NamedTuple):
+    """A group of calls that are counted together: same operator, dtypes and phase."""
+
+    phase: Phase
+    op: str
+    dtypes: str
+
+
+@dataclass
+class Traffic:
+    """The bytes that one call moved, by line; calls that move nothing are left out."""
+
+    calls: Counter[Line] = field(default_factory=Counter)
+    read: Counter[Line] = field(default_factory=Counter)
+    written: Counter[Line] = field(default_factory=Counter)
+
+    def bytes(self, phase: Phase | None = None) -> int:
+        """The bytes read and written, of one phase or, by default, of both."""
+        return sum(self.by_line(phase).values())
+
+    def by_line(self, phase: Phase | None = None) -> Counter[Line]:
+        """Bytes read and written of each line."""
+        both = self.read + self.written
+        return Counter({k: n for k, n in both.items() if phase in (None, k.phase)})
+
+
+class TrafficMode(_Mode):
+    """Counts the bytes of a region in `traffic`, the same on every machine.
+
+    They depend only on shapes and dtypes.  For a fused kernel (attention, a norm, gelu)
+    only inputs and outputs count.
     """
-    return str(tensor.device), compat.storage_id(tensor)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.traffic = Traffic()
+
+    def is_whole(self, func: compat.OpOverload) -> bool:
+        """Whether an operator counts as one call: also one with a kernel here.
+
+        A batch norm does not: it calls another operator, whose schema declares the
+        writes to the statistics.
+        """
+        composed = f"aten::{func.overloadpacket.__name__}" in HIDDEN_WRITES
+        return super().is_whole(func) or (not composed and compat.has_kernel(func))
+
+    def note(self, func: compat.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
+        """Counts a call."""
+        count = moved(func, args, kwargs, out)
+        if count != NOTHING:
+            line = _line(func.overloadpacket.__name__, (args, kwargs), out)
+            self.traffic.calls[line] += 1
+            self.traffic.read[line] += count.read
+            self.traffic.written[line] += count.written
 
 
-def _changes_float_dtype(source: Tensor, target: Tensor) -> bool:
-    both_float = source.is_floating_point() and target.is_floating_point()
-    return both_float and source.dtype != target.dtype
+def count_traffic(fn: Callable[[], Any]) -> Traffic:
+    """The bytes that `fn()` moves, including its backward passes; `fn` runs once."""
+    mode = TrafficMode()
+    with mode:
+        fn()
+    return mode.traffic
 
 
-def _compute_dtype(args: tuple[Any, ...]) -> torch.dtype:
-    for leaf in pytree.tree_leaves(args):
-        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-            return leaf.dtype
-    return torch.float32
+def is_cast(line: Line) -> bool:
+    """Whether the calls of a line change a float dtype and do nothing else."""
+    return line.op in _CASTS and " to " in line.dtypes and "int" not in line.dtypes
+
+
+def _line(name: str, inputs: Any, out: Any) -> Line:
+    if name in _CASTS and name != "_to_copy":  # a copy's first argument is its result
+        out, inputs = inputs[0][:2]
+    before, after = _dtypes(inputs), _dtypes(out)
+    dtypes = after if before in (after, "") else f"{before} to {after}"
+    return Line(_phase(), name, dtypes)
+
+
+def _dtypes(tree: Any) -> str:
+    floats = {_SHORT.get(t.dtype, "int") for t in tensors_of(tree)}
+    return "+".join(sorted(floats - {"int"})) or "".join(floats)

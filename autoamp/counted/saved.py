@@ -12,8 +12,16 @@ from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.counted.ops import storage_key
 from autoamp.dtypes import LOW_DTYPES
+
+
+def storage_key(tensor: Tensor) -> tuple[str, int]:
+    """A key of the storage of a living tensor; views of the storage share the key.
+
+    The key is not the address, because a read of the address makes a copy-on-write
+    storage real.
+    """
+    return str(tensor.device), compat.storage_id(tensor)
 
 
 @dataclass(frozen=True)

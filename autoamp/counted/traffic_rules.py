@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.counted.ops import storage_key
+from autoamp.counted.saved import storage_key
 
 
 class Moved(NamedTuple):
@@ -150,13 +150,10 @@ _SCALED_BY_BETA = {"addmm", "baddbmm", "addbmm", "addmv", "addr"}
 
 
 def _unread(call: Call) -> tuple[str, ...]:
-    if call.name in _OVERWRITES or call.name.endswith("_like"):
-        return ("self",)
-    if call.name.startswith("new_"):
-        return ("self",)
-    if call.kind in _SCALED_BY_BETA and call.argument("beta") == 0:
-        return ("self",)
-    return ()
+    unread = call.name in _OVERWRITES or call.name.endswith("_like")
+    unread |= call.name.startswith("new_")
+    unread |= call.kind in _SCALED_BY_BETA and call.argument("beta") == 0
+    return ("self",) if unread else ()
 
 
 # -- operators that read or write a part of a tensor -----------------------------------
@@ -185,10 +182,7 @@ def _scattered(call: Call) -> Moved:
     """Elements of `self` are written, or added to; the functional call copies it."""
     target = call.argument("self")
     part = _elements(call) * target.itemsize
-    adds = call.kind in _ADDS or call.argument("accumulate", "reduce") not in (
-        None,
-        False,
-    )
+    adds = call.kind in _ADDS or bool(call.argument("accumulate", "reduce"))
     read = call.without("self") + part * adds
     if call.targets:
         return Moved(read, part)
@@ -202,10 +196,10 @@ def _elements(call: Call) -> int:
         return int(index.numel())
     if index is not None:
         return int(index.numel() * target.numel() // target.shape[call.argument("dim")])
-    return indexed_elements(target, call.argument("indices"))
+    return _indexed_elements(target, call.argument("indices"))
 
 
-def indexed_elements(target: Tensor, indices: Iterable[Tensor | None]) -> int:
+def _indexed_elements(target: Tensor, indices: Iterable[Tensor | None]) -> int:
     """The number of elements of `target[indices]`; a mask picks its true elements."""
     shapes, left, place = [], 1, 0
     for index in indices:
@@ -237,21 +231,15 @@ def _loss_gradient(call: Call) -> Moved:
 
 _ADDS = {"scatter_add", "scatter_reduce", "index_add", "index_reduce"}
 
-_BY_RULE: dict[Callable[[Call], Moved], tuple[str, ...]] = {
-    _gathered: (
-        *("embedding", "index_select", "gather", "index", "_unsafe_index", "take"),
-    ),
-    _overlaid: (
-        *("slice_backward", "select_backward", "diagonal_backward"),
-        *("slice_scatter", "select_scatter", "diagonal_scatter"),
-    ),
-    _summed_rows: ("embedding_dense_backward",),
-    _scattered: (
-        *("scatter", "scatter_add", "scatter_reduce"),
-        *("index_put", "_index_put_impl", "_unsafe_index_put"),
-        *("index_add", "index_copy", "index_fill", "index_reduce"),
-    ),
-    _picked_losses: ("nll_loss_forward", "nll_loss2d_forward"),
-    _loss_gradient: ("nll_loss_backward", "nll_loss2d_backward"),
+_RULES: dict[str, Callable[[Call], Moved]] = {
+    **dict.fromkeys(("embedding", "index_select", "gather", "take"), _gathered),
+    **dict.fromkeys(("index", "_unsafe_index"), _gathered),
+    **dict.fromkeys(("slice_backward", "select_backward"), _overlaid),
+    **dict.fromkeys(("slice_scatter", "select_scatter"), _overlaid),
+    **dict.fromkeys(("diagonal_backward", "diagonal_scatter"), _overlaid),
+    "embedding_dense_backward": _summed_rows,
+    **dict.fromkeys(("index_put", "_index_put_impl", "_unsafe_index_put"), _scattered),
+    **dict.fromkeys(("scatter", "index_copy", "index_fill", *_ADDS), _scattered),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _picked_losses),
+    **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), _loss_gradient),
 }
-_RULES = {name: rule for rule, names in _BY_RULE.items() for name in names}

@@ -19,8 +19,7 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.ask.stand_in import Call
 from autoamp.counted.flops import flops_of
-from autoamp.counted.ops import storage_key
-from autoamp.counted.saved import kept_by_functions
+from autoamp.counted.saved import kept_by_functions, storage_key
 from autoamp.dtypes import LOW_DTYPES, short_name
 from autoamp.place.devices import Device
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.ask.examine import Examiner, examined
 from autoamp.ask.stand_in import Call, default_loss, floats_of
-from autoamp.counted.ops import storage_key
+from autoamp.counted.saved import storage_key
 from autoamp.dtypes import LOW_DTYPES, short_name
 from autoamp.inspect.report import Report
 from autoamp.kernels.table import TOGETHER

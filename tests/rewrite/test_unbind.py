@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.counted.traffic import Traffic, count_traffic
+from autoamp.counted.ops import Traffic, count_traffic
 from autoamp.errors import AutoampError
 from autoamp.pipeline import passes
 from tests.small_models import Of
