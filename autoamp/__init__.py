@@ -35,8 +35,8 @@ from autoamp.errors import (
     VerificationError,
 )
 from autoamp.inspect.figures import LossScaleReport
+from autoamp.inspect.frontier import Frontier
 from autoamp.inspect.report import Report
-from autoamp.place.frontier import Frontier
 from autoamp.planning.plan import plan
 from autoamp.planning.result import MeshPlan, Plan
 from autoamp.questions import bench, compare, explain, find_overflow, tune

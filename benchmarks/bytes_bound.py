@@ -32,7 +32,7 @@ from autoamp.kernels.functions.attention import attention
 from autoamp.kernels.norms import softmax_at
 from autoamp.place.cost import Prices
 from autoamp.place.devices import NEUTRAL
-from autoamp.place.problem import build_problem, least_cost, returned_and_used
+from autoamp.place.problem import build_problem, least_cost
 from autoamp.rewrite.rewritten import Rewritten
 
 _BESIDE_SUM = 3
@@ -51,10 +51,7 @@ def bytes_bound(graphs: Iterable[Rewritten]) -> int:
 
 def _of_graph(graph: Rewritten) -> int:
     prices = _prices(graph)
-    problem = build_problem(
-        graph.classified, prices, returned_and_used(graph.classified)
-    )
-    return least_cost(problem)[1]
+    return least_cost(build_problem(graph.classified, prices))[1]
 
 
 def _prices(graph: Rewritten) -> Prices:

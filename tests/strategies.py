@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from autoamp.place.two_sides import Crossing, Group, Problem
+from autoamp.place.mincut import Group, Problem
 
 ROWS, WIDTH = 4, 8
 
@@ -44,10 +44,6 @@ def problems(draw: st.DrawFn, most: int = 9) -> Problem:
         )
         for i in range(draw(st.integers(0, 7)))
     ]
-    crossings = [
-        Crossing(draw(some), draw(some), draw(costs), draw(costs))
-        for _ in range(draw(st.integers(0, 3)))
-    ]
     pairs = st.lists(st.tuples(some, some), max_size=2)
     few = st.lists(some, max_size=2, unique=True)
     return Problem(
@@ -55,7 +51,6 @@ def problems(draw: st.DrawFn, most: int = 9) -> Problem:
         at_sink={name: f"{name} is high" for name in draw(few)},
         at_source={name: f"{name} is low" for name in draw(few)},
         groups=groups,
-        crossings=crossings,
         ties=[(a, b, "tied") for a, b in draw(pairs)],
         follows=[(a, b, "follows") for a, b in draw(pairs)],
     )

@@ -37,12 +37,12 @@ from autoamp.errors import (
     OptionError,
     UnsupportedModelError,
 )
+from autoamp.inspect.frontier import Check, Frontier, Point
 from autoamp.inspect.text import op_title
 from autoamp.model.eligible import choose_precision
 from autoamp.options import Options
 from autoamp.pipeline.prepared import Prepared
 from autoamp.place.assign import Chosen, OpKey
-from autoamp.place.frontier import Check, Frontier, Point
 from autoamp.place.policies import POLICIES, project
 from autoamp.printable import printable_line
 

@@ -19,9 +19,9 @@ from autoamp.options import Options
 from autoamp.pipeline.run import placed_again
 from autoamp.place.assign import Chosen, OpKey, keys_of, legal_energy
 from autoamp.place.cost import UNIT_NS, as_authors_ask, price_graph
+from autoamp.place.mincut import Group, Problem
 from autoamp.place.policies import project
 from autoamp.place.problem import build_problem, held, least_cost
-from autoamp.place.two_sides import Crossing, Problem
 from autoamp.rewrite.rewritten import Rewritten
 
 Labels = Mapping[str, frozenset[str]]
@@ -134,10 +134,12 @@ class Part:
         for name, squares in self.own.items():
             high, low = unary[name]
             unary[name] = (high, low + price(squares))
-        crossings = [
-            Crossing(p.maker, p.reader, price(p.down), price(p.up)) for p in self.pairs
+        roundings = [
+            Group(("", -1, at), p.maker, (p.reader,), price(p.down), price(p.up))
+            for at, p in enumerate(self.pairs)
         ]
-        priced = dataclasses.replace(self.problem, unary=unary, crossings=crossings)
+        groups = [*self.problem.groups, *roundings]
+        priced = dataclasses.replace(self.problem, unary=unary, groups=groups)
         return least_cost(held(priced, kept, low=False, why="makes an error"))[0]
 
 
@@ -319,7 +321,7 @@ def _by_time_alone(record: Rewritten) -> Problem:
         free_weights=True,
     )
     prices = as_authors_ask(prices, record.classified)
-    return build_problem(record.classified, prices, assignment.returned_inside)
+    return build_problem(record.classified, prices)
 
 
 def _add(total: dict[str, float], more: Mapping[str, float]) -> None:

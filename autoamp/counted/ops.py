@@ -167,9 +167,12 @@ class CountingMode(_Mode):
         if is_copy and of_weight:
             self.counts.refreshed += 1
             return
-        kind = "weight" if of_weight else "value"
-        way = "down" if target.itemsize < source.itemsize else "up"
-        self.counts.casts[Cast(_phase(), kind, way)] += 1
+        cast = Cast(
+            _phase(),
+            "weight" if of_weight else "value",
+            "down" if target.itemsize < source.itemsize else "up",
+        )
+        self.counts.casts[cast] += 1
 
 
 def count_ops(fn: Callable[[], Any], parameters: Iterable[Tensor] = ()) -> Counts:

@@ -20,6 +20,7 @@ from autoamp import compat
 from autoamp.analyse.facts import NodeFacts
 from autoamp.dtypes import HIGH_DTYPE, NARROWEST, rounding, short_name
 from autoamp.inspect.casts import CastCounts, cast_counts
+from autoamp.inspect.frontier import Frontier
 from autoamp.inspect.rows import AUTOCAST, OURS, Costs, Section, sections_of
 from autoamp.inspect.text import not_captured, op_title
 from autoamp.op_names import split_key
@@ -32,7 +33,6 @@ from autoamp.place.cost import (
 )
 from autoamp.place.devices import NEUTRAL, Device
 from autoamp.place.flops import flops_of
-from autoamp.place.frontier import Frontier
 from autoamp.place.policies import POLICIES
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rules import family

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from autoamp.analyse.verdict import Classified, Verdict
 from autoamp.errors import PlacementError
 from autoamp.place.cost import Prices
+from autoamp.place.mincut import Problem, energy
 from autoamp.place.policies import POLICIES, project
 from autoamp.place.problem import build_problem, least_cost, returned_and_used
-from autoamp.place.two_sides import Problem, energy
 from autoamp.rules import Category
 
 COSTS_CASTS = "going low would cost more casts than it saves"
@@ -155,23 +155,19 @@ def assign(
     Raises:
         PlacementError: the constraints contradict each other.
     """
-    returned_inside = returned_and_used(classified)
-    problem = build_problem(classified, prices, returned_inside)
+    problem = build_problem(classified, prices)
     low, optimal_cost = least_cost(problem)
     if chosen is not None:
         low = project(problem, chosen.nodes(classified))
     elif placement != "optimal":
         low = project(problem, POLICIES[placement](classified))
-    decisions = _decisions(classified, low, problem, prices.reward > 0)
-    if chosen is not None:
-        decisions = _with_reasons(decisions, classified, chosen)
     return Assignment(
-        decisions=decisions,
+        decisions=_decisions(classified, low, problem, prices.reward > 0, chosen),
         low=low,
         cost=legal_energy(problem, low),
         optimal_cost=optimal_cost,
         all_high_cost=legal_energy(problem, frozenset()),
-        returned_inside=returned_inside,
+        returned_inside=returned_and_used(classified),
         problem=problem,
         prices=prices,
     )
@@ -194,19 +190,27 @@ def legal_energy(problem: Problem, low: frozenset[str]) -> int:
 
 
 def _decisions(
-    classified: Classified, low: frozenset[str], problem: Problem, rewarded: bool
+    classified: Classified,
+    low: frozenset[str],
+    problem: Problem,
+    rewarded: bool,
+    chosen: Chosen | None,
 ) -> dict[str, Decision]:
     pins = problem.at_sink
+    keys = {} if chosen is None else keys_of(classified)
     decisions = {}
     for name, verdict in classified.verdicts.items():
         fact = classified.facts.nodes[name]
+        choice = _choice(verdict, name in low, name in pins, rewarded)
+        if chosen is not None and choice:
+            choice = chosen.reason(keys[name]) or choice
         decisions[name] = Decision(
             name=name,
             op=fact.op,
             category=verdict.category,
             low=name in low,
-            reason=_reason(verdict, pins.get(name)),
-            choice=_choice(verdict, name in low, name in pins, rewarded),
+            reason=verdict.reason if verdict.pinned else pins.get(name, verdict.reason),
+            choice=choice,
             origin=verdict.origin,
             module=fact.module,
             source=fact.source,
@@ -215,36 +219,16 @@ def _decisions(
     return decisions
 
 
-def _with_reasons(
-    decisions: Mapping[str, Decision], classified: Classified, chosen: Chosen
-) -> dict[str, Decision]:
-    """The decisions on free nodes, with the reasons of a choice made before."""
-    keys = keys_of(classified)
-    told = {name: chosen.reason(keys[name]) for name in decisions}
-    return {
-        name: replace(each, choice=told[name]) if each.choice and told[name] else each
-        for name, each in decisions.items()
-    }
-
-
-def _reason(verdict: Verdict, pin: str | None) -> str:
-    if pin is not None and not verdict.pinned:
-        return pin
-    return verdict.reason
-
-
 def _choice(verdict: Verdict, low: bool, pinned: bool, rewarded: bool) -> str:
     """Why a free node is low or is fp32; "" for a pinned node."""
     if pinned:
         return ""
     if verdict.category is not Category.ALLOW:
-        if low:
-            return "its neighbours are low"
-        return COSTS_CASTS
-    if low:
-        if verdict.asked:
-            return "its author asks for it"
-        if rewarded:
-            return "without do-no-harm it is converted wherever it may be"
-        return "predicted to gain more than its casts cost"
-    return GAINS_NOTHING
+        return "its neighbours are low" if low else COSTS_CASTS
+    if not low:
+        return GAINS_NOTHING
+    if verdict.asked:
+        return "its author asks for it"
+    if rewarded:
+        return "without do-no-harm it is converted wherever it may be"
+    return "predicted to gain more than its casts cost"

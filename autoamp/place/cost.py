@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -64,23 +64,13 @@ class Prices:
     device: Device
 
 
-class PriceModel(Protocol):
-    """A source of prices: a model of a device, or measurements on one.
+PriceModel = Callable[..., Prices]
+"""A source of prices, called as `price_graph` without its device: a model of a device,
+or measurements on one.
 
-    The roofline of a device that this machine lacks is
-    `functools.partial(price_graph, device=Device(...))`.
-    """
-
-    def __call__(
-        self,
-        gm: fx.GraphModule,
-        classified: Classified,
-        *,
-        objective: str,
-        do_no_harm: bool,
-        free_weights: bool,
-    ) -> Prices:
-        """Prices every op and every possible cast of a graph, as `price_graph` does."""
+The roofline of a device that this machine lacks is
+`functools.partial(price_graph, device=Device(...))`.
+"""
 
 
 def price_graph(

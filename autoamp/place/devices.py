@@ -377,45 +377,42 @@ def device_with(
 
 def _read_device(figures: Mapping[str, Any]) -> Device | None:
     try:
-        given = {each.name: _read(each.name, figures[each.name]) for each in _FIELDS}
+        given = {
+            f.name: _read(figures[f.name], getattr(NEUTRAL, f.name)) for f in _FIELDS
+        }
+        if not all(given[each] for each in _DIVISORS):
+            return None
     except (KeyError, TypeError, ValueError):
         return None  # another version of autoamp wrote the report
-    return Device(**given)
+    name = printable_line(given["name"], 200).removesuffix(_BY_LOCK) + _BY_LOCK
+    return Device(**given | {"name": name})
 
 
 _FIELDS = fields(Device)
 
 
-def _read(key: str, value: Any) -> Any:
-    """A figure as `Device` takes it.
+def _read(value: Any, like: Any) -> Any:
+    """A figure of the kind of `like`.
 
     Raises:
         KeyError, TypeError, ValueError: it is no such figure.
     """
-    if key in ("high", "low"):
-        return Rates(
-            products=_read_curve(value["products"]),
-            convolution=_number(value["convolution"]),
-            channelwise=_number(value["channelwise"]),
-            batched=_number(value["batched"]),
-            light=_read_curve(value["light"]),
-            heavy=_read_curve(value["heavy"]),
-            start_ns=_number(value["start_ns"]),
-        )
-    if key == "casts":
-        return _read_curve(value)
-    if key == "tf32_kinds":
-        return frozenset(value) & frozenset(compat.TF32_KINDS)
-    if key in ("pays", "channels_last"):
-        return bool(value)
-    if key == "type":
-        return value
-    if key == "name":
-        return printable_line(str(value), 200).removesuffix(_BY_LOCK) + _BY_LOCK
-    number = _number(value)
-    if key in _DIVISORS and not number:
-        raise ValueError(f"{key} is 0")
-    return number
+    match like:
+        case Rates():
+            return Rates(
+                **{
+                    each.name: _read(value[each.name], getattr(like, each.name))
+                    for each in fields(Rates)
+                }
+            )
+        case tuple():
+            return _read_curve(value)
+        case frozenset():
+            return frozenset(value) & frozenset(compat.TF32_KINDS)
+        case bool() | str():
+            return type(like)(value)
+        case _:
+            return _number(value)
 
 
 def _read_curve(points: Any) -> Curve:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,11 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.facts import NodeFacts
 from autoamp.rules import family
+
+Shapes = Sequence[Sequence[int]]
+
+Formula = Callable[[Shapes, int], int]
+"""The flops of an op by the shapes of its operands and the size of its result."""
 
 
 def flops_of(
@@ -35,33 +41,56 @@ def flops_of(
     numel = fact.numel
     if size is not compat.hint and isinstance(result, torch.Tensor):
         numel = math.prod(size(s) for s in result.shape)
-    op = fact.base.rstrip("_")  # `addmm_` multiplies as `addmm` does
-    if op in family("product"):
-        return 2 * numel * (shapes[0][-1] if shapes and shapes[0] else 1)
-    if op in family("product_added"):
-        return 2 * numel * shapes[1][-1]
-    if op == "aten::addbmm":
-        return 2 * numel * shapes[1][0] * shapes[1][-1]
-    if op == "aten::einsum":
-        return 2 * numel * max((s for shape in shapes for s in shape), default=1)
-    if op in family("convolution") and len(shapes) > 1:
-        return 2 * numel * math.prod(shapes[1]) // max(shapes[1][0], 1)
-    if op in family("transposed_convolution") and len(shapes) > 1:
-        read = math.prod(shapes[0])
-        return 2 * read * math.prod(shapes[1]) // max(shapes[1][0], 1)
-    if op in family("attention") and len(shapes) > 2:
-        *batch, queries, width = shapes[0]
-        return 4 * math.prod(batch) * queries * shapes[1][-2] * width
-    if op in family("recurrent"):
-        return _layers(shapes, numel)
-    formula = _OTHERS.get(op)
+    formula = formula_of(fact.base.rstrip("_"))  # `addmm_` multiplies as `addmm` does
     return 0 if formula is None else formula(shapes, numel)
 
 
-Shapes = Sequence[Sequence[int]]
+def formula_of(op: str) -> Formula | None:
+    """The formula of an op without its overload, or None."""
+    return _formulas().get(op)
 
 
-def _layer(weights: Sequence[int]) -> Callable[[Shapes, int], int]:
+def _product(shapes: Shapes, numel: int) -> int:
+    return 2 * numel * (shapes[0][-1] if shapes and shapes[0] else 1)
+
+
+def _added(shapes: Shapes, numel: int) -> int:
+    return 2 * numel * shapes[1][-1]
+
+
+def _convolution(shapes: Shapes, numel: int) -> int:
+    if len(shapes) < 2:
+        return 0
+    return 2 * numel * math.prod(shapes[1]) // max(shapes[1][0], 1)
+
+
+def _transposed_convolution(shapes: Shapes, _: int) -> int:
+    return _convolution(shapes, math.prod(shapes[0])) if shapes else 0
+
+
+def _heads_first(shapes: Shapes, _: int) -> int:
+    """Attention whose operands are (..., heads, length, width)."""
+    return 4 * math.prod(shapes[0]) * shapes[1][-2] if len(shapes) > 2 else 0
+
+
+def _heads_inside(shapes: Shapes, _: int) -> int:
+    """Attention whose operands are (..., length, heads, width)."""
+    return 4 * math.prod(shapes[0]) * shapes[1][-3]
+
+
+def _layers(shapes: Shapes, _: int) -> int:
+    """The layers of a recurrent network, each weight read once in every step."""
+    weights = sum(math.prod(shape) for shape in shapes[1:] if len(shape) == 2)
+    return 2 * math.prod(shapes[0][:-1]) * weights
+
+
+def _factorised(shapes: Shapes, _: int) -> int:
+    """The order of a factorisation's flops: its constant depends on the algorithm."""
+    *batch, rows, columns = shapes[0]
+    return 2 * math.prod(batch) * rows * columns * min(rows, columns)
+
+
+def _layer(weights: Sequence[int]) -> Formula:
     """The formula of attention with its projections, and of a feed-forward, if any.
 
     Args:
@@ -78,13 +107,17 @@ def _layer(weights: Sequence[int]) -> Callable[[Shapes, int], int]:
     return flops
 
 
+def _summed_batch(shapes: Shapes, numel: int) -> int:
+    return 2 * numel * shapes[1][0] * shapes[1][-1]
+
+
+def _einsum(shapes: Shapes, numel: int) -> int:
+    return 2 * numel * max((s for shape in shapes for s in shape), default=1)
+
+
 def _cell(shapes: Shapes, _: int) -> int:
     weights = [s for s in shapes if len(s) == 2][-2:]
     return 2 * math.prod(shapes[0][:-1]) * sum(map(math.prod, weights))
-
-
-def _over_last_axis(shapes: Shapes, numel: int) -> int:
-    return 2 * numel * shapes[0][-1]
 
 
 def _bilinear(shapes: Shapes, numel: int) -> int:
@@ -104,31 +137,9 @@ def _grouped(shapes: Shapes, numel: int) -> int:
     return 2 * numel * shapes[0][-1]
 
 
-def _added(shapes: Shapes, numel: int) -> int:
-    return 2 * numel * shapes[1][-1]
-
-
 def _trilinear(shapes: Shapes, _: int) -> int:
     """Three operands with singleton axes, broadcast, multiplied and summed."""
-    first, second, third = shapes[:3]
-    every = zip(first, second, third, strict=True)
-    return 2 * math.prod(max(sizes) for sizes in every)
-
-
-def _heads_first(shapes: Shapes, _: int) -> int:
-    """Attention whose operands are (..., heads, length, width)."""
-    return 4 * math.prod(shapes[0]) * shapes[1][-2]
-
-
-def _heads_inside(shapes: Shapes, _: int) -> int:
-    """Attention whose operands are (..., length, heads, width)."""
-    return 4 * math.prod(shapes[0]) * shapes[1][-3]
-
-
-def _layers(shapes: Shapes, _: int) -> int:
-    """The layers of a recurrent network, each weight read once in every step."""
-    weights = sum(math.prod(shape) for shape in shapes[1:] if len(shape) == 2)
-    return 2 * math.prod(shapes[0][:-1]) * weights
+    return 2 * math.prod(max(sizes) for sizes in zip(*shapes[:3], strict=True))
 
 
 def _chain(shapes: Shapes, _: int) -> int:
@@ -137,109 +148,45 @@ def _chain(shapes: Shapes, _: int) -> int:
     return 2 * rows * sum(map(math.prod, shapes[1:]))
 
 
-def _factorised(shapes: Shapes, _: int) -> int:
-    """The order of a factorisation's flops: its constant depends on the algorithm."""
-    *batch, rows, columns = shapes[0]
-    return 2 * math.prod(batch) * rows * columns * min(rows, columns)
-
-
-_OVER_LAST_AXIS = (
-    "_int_mm",
-    "_mixed_dtypes_linear",
-    "_scaled_mm",
-    "_scaled_mm_v2",
-    "_sparse_mm",
-    "_sparse_mm_reduce_impl",
-    "_sparse_semi_structured_linear",
-    "_sparse_semi_structured_mm",
-    "_sparse_sparse_matmul",
-    "_weight_int4pack_mm",
-    "_weight_int4pack_mm_for_cpu",
-    "_weight_int4pack_mm_with_scales_and_zeros",
-    "_weight_int8pack_mm",
-    "cdist",
-    "hspmm",
-    "inner",
-    "linalg_matmul",
-    "linalg_matrix_power",
-    "matrix_power",
-    "mkldnn_linear",
-    "smm",
-    "vdot",
-)
-
-_OTHERS: dict[str, Callable[[Shapes, int], int]] = {
-    "aten::_transformer_encoder_layer_fwd": _layer((1, 3, 9, 11)),
-    "aten::_native_multi_head_attention": _layer((3, 5)),
-    "aten::_triton_multi_head_attention": _layer((3, 5)),
-    "aten::_triton_scaled_dot_attention": _heads_first,
-    "aten::_flash_attention_forward": _heads_inside,
-    "aten::_flash_attention_forward_no_dropout_inplace": _heads_inside,
-    "aten::_efficient_attention_forward": _heads_inside,
-    "aten::_addmm_activation": _added,
-    "aten::_sparse_addmm": _added,
-    "aten::_sparse_semi_structured_addmm": _added,
-    "aten::sparse_sampled_addmm": _added,
-    "aten::sspaddmm": _added,
-    "aten::_trilinear": _trilinear,
-    "aten::_grouped_mm": _grouped,
-    "aten::_scaled_grouped_mm": _grouped,
-    "aten::_scaled_grouped_mm_v2": _grouped,
-    "aten::_cudnn_rnn": _layers,
-    "aten::_lstm_mps": _layers,
-    "aten::miopen_rnn": _layers,
-    "aten::mkldnn_rnn_layer": _layers,
-    "aten::bilinear": _bilinear,
-    "aten::chain_matmul": _chain,
-    "aten::linalg_multi_dot": _chain,
-    "aten::tensordot": _tensordot,
-    **dict.fromkeys(
-        [f"aten::{kind}_cell" for kind in ("gru", "lstm", "rnn_relu", "rnn_tanh")],
-        _cell,
-    ),
-    **dict.fromkeys(
-        [f"aten::{name}" for name in _OVER_LAST_AXIS],
-        _over_last_axis,
-    ),
-    **dict.fromkeys(
-        [
-            f"aten::{name}"
-            for name in (
-                "cholesky",
-                "inverse",
-                "linalg_cholesky",
-                "linalg_cholesky_ex",
-                "linalg_det",
-                "linalg_eigh",
-                "linalg_inv",
-                "linalg_inv_ex",
-                "linalg_lstsq",
-                "linalg_lu",
-                "linalg_lu_factor",
-                "linalg_matrix_exp",
-                "linalg_pinv",
-                "linalg_qr",
-                "linalg_slogdet",
-                "linalg_solve",
-                "linalg_svd",
-                "linalg_svdvals",
-            )
-        ],
-        _factorised,
-    ),
-}
-
-_FAMILIES = (
-    "product",
-    "product_added",
-    "convolution",
-    "transposed_convolution",
-    "attention",
-    "recurrent",
-)
-
-
-def has_flops(op: str) -> bool:
-    """Whether `flops_of` has a formula for an op."""
-    written_out = ("aten::addbmm", "aten::einsum")
-    return op in _OTHERS or op in written_out or any(op in family(f) for f in _FAMILIES)
+@functools.cache
+def _formulas() -> dict[str, Formula]:
+    """The formula of each op that has products inside."""
+    return {
+        **dict.fromkeys(family("product"), _product),
+        **dict.fromkeys(family("product_added"), _added),
+        **dict.fromkeys(family("convolution"), _convolution),
+        **dict.fromkeys(family("transposed_convolution"), _transposed_convolution),
+        **dict.fromkeys(family("attention"), _heads_first),
+        **dict.fromkeys(family("recurrent"), _layers),
+        **dict.fromkeys(family("factorisation"), _factorised),
+        "aten::_transformer_encoder_layer_fwd": _layer((1, 3, 9, 11)),
+        "aten::_native_multi_head_attention": _layer((3, 5)),
+        "aten::_triton_multi_head_attention": _layer((3, 5)),
+        "aten::_triton_scaled_dot_attention": _heads_first,
+        "aten::_flash_attention_forward": _heads_inside,
+        "aten::_flash_attention_forward_no_dropout_inplace": _heads_inside,
+        "aten::_efficient_attention_forward": _heads_inside,
+        "aten::_addmm_activation": _added,
+        "aten::_sparse_addmm": _added,
+        "aten::_sparse_semi_structured_addmm": _added,
+        "aten::sparse_sampled_addmm": _added,
+        "aten::sspaddmm": _added,
+        "aten::addbmm": _summed_batch,
+        "aten::einsum": _einsum,
+        "aten::_trilinear": _trilinear,
+        "aten::_grouped_mm": _grouped,
+        "aten::_scaled_grouped_mm": _grouped,
+        "aten::_scaled_grouped_mm_v2": _grouped,
+        "aten::_cudnn_rnn": _layers,
+        "aten::_lstm_mps": _layers,
+        "aten::miopen_rnn": _layers,
+        "aten::mkldnn_rnn_layer": _layers,
+        "aten::gru_cell": _cell,
+        "aten::lstm_cell": _cell,
+        "aten::rnn_relu_cell": _cell,
+        "aten::rnn_tanh_cell": _cell,
+        "aten::bilinear": _bilinear,
+        "aten::chain_matmul": _chain,
+        "aten::linalg_multi_dot": _chain,
+        "aten::tensordot": _tensordot,
+    }

@@ -42,8 +42,7 @@ from autoamp.graph_functions import (
 from autoamp.op_names import base_name
 from autoamp.ops import is_inplace, is_pointwise, is_random, is_view
 from autoamp.place.devices import Device
-from autoamp.place.mincut import solve
-from autoamp.place.two_sides import Group, Problem
+from autoamp.place.mincut import Group, Problem, solve
 from autoamp.rules import family
 
 _OUTSIDE = "outside"
@@ -83,14 +82,6 @@ class Layouts:
     weights: frozenset[fx.Node]
     changes: dict[fx.Node, list[fx.Node]]
 
-    def of(self, copies: Mapping[fx.Node, fx.Node]) -> Layouts:
-        """The same choice for a copy of the graph, in which nodes have `copies`."""
-        return Layouts(
-            frozenset(copies[n] for n in self.last),
-            frozenset(copies[n] for n in self.weights),
-            {copies[n]: [copies[r] for r in rs] for n, rs in self.changes.items()},
-        )
-
 
 def choose_layouts(
     graph: fx.Graph,
@@ -112,21 +103,13 @@ def choose_layouts(
     convolutions = {n: w for n in graph.nodes if (w := _weight(n, copies)) is not None}
     if not convolutions or not device.channels_last:
         return None
-    images = {n: n.meta["val"] for n in graph.nodes if _is_image(n)}
-    lying = frozenset(n for n, value in images.items() if _is_laid_last(value))
-    flows = _differentiated(graph, facts)
-    rows = frozenset(
-        reader
-        for node in images.keys() - lying
-        for reader in _image_readers(node)
-        if _packs(node, reader, left)
-    )
-    seen = _Seen(images, convolutions, lying, rows)
-    problem = _problem(graph, seen, device, flows, left)
+    seen = _Seen(graph, convolutions, device, facts, left)
+    problem = seen.problem()
     source = solve(problem).source
+    images, lying, rows = seen.images, seen.lying, seen.rows
     nodes = {n.name: n for n in images}
     last = {n for n in images if n.name in source}
-    weights = _laid_anew(convolutions, last, left)
+    weights = seen.laid_anew(last)
     # Calls whose values lie last as captured read their operands as captured.
     read_last = {n for n in last | rows if n.name in source} - lying
     changes = {}
@@ -142,134 +125,144 @@ def choose_layouts(
     return Layouts(changed, weights, changes) if changed & convolutions.keys() else None
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """What a graph has that layouts are chosen for.
-
-    Attributes:
-        images: each value with images, or volumes, and its fake tensor.
-        convolutions: the low ones, with the copy each reads as its weight.
-        lying: the images that have their channels last in the captured graph.
-        rows: the views through which calls read the channels of an image as rows.
-    """
-
-    images: dict[fx.Node, Tensor]
-    convolutions: dict[fx.Node, fx.Node]
-    lying: frozenset[fx.Node]
-    rows: frozenset[fx.Node]
-
-
-def _laid_anew(
-    convolutions: Mapping[fx.Node, fx.Node],
-    last: Collection[fx.Node],
-    left: Collection[str],
-) -> frozenset[fx.Node]:
-    """The copies of weights that are read with the channels last, and lie otherwise."""
-    kept = {
-        weight
-        for node, weight in convolutions.items()
-        if node not in last or node.name in left
-    }
-    return frozenset(
-        weight
-        for weight in convolutions.values()
-        if weight not in kept
-        and not _lies_both_ways(weight.meta["val"])
-        and not _is_laid_last(weight.meta["val"])
-    )
-
-
 def convolved(graph: fx.Graph, copies: Sequence[fx.Node]) -> frozenset[fx.Node]:
     """The copies of weights with which images are convolved."""
     found = (_weight(node, copies) for node in graph.nodes)
     return frozenset(w for w in found if w is not None and w.meta["val"].dim() == 4)
 
 
-def _problem(
-    graph: fx.Graph,
-    seen: _Seen,
-    device: Device,
-    flows: Collection[fx.Node],
-    left: Collection[str],
-) -> Problem:
-    unary = {node.name: (0, 0) for node in seen.images} | {_OUTSIDE: (0, 0)}
-    at_sink = {_OUTSIDE: "is outside the graph, where layouts are the user's"}
-    at_source = {n.name: "has its channels last as captured" for n in seen.lying}
-    ties: list[tuple[str, str, str]] = []
-    for node, value in seen.images.items():
-        if node in seen.lying:
-            continue
-        for written in written_values(node):
-            ties.append((written.name, node.name, "is written in place"))
-        if node.name in left:
-            at_sink[node.name] = "failed a check with the channels last"
-        elif node in seen.rows:
-            continue
-        elif node in seen.convolutions:
-            weight = seen.convolutions[node]
-            unary[node.name] = _convolving(node, weight, device)
-        elif not _keeps_layout(node):
-            at_sink[node.name] = "is written for the layout it has"
-        if not _is_plain(value):
-            at_sink[node.name] = "has no plain layout in the captured graph"
-    for node in seen.rows:
-        image = node.all_input_nodes[0]
-        copies = 2 if image in flows else 1
-        unary[node.name] = (round(copies * _IN_COPIES * _permuting(image, device)), 0)
-    ties = [(a, b, why) for a, b, why in ties if a in unary and a not in at_source]
-    shared: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    for node, weight in seen.convolutions.items():
-        if node not in seen.lying:
-            shared[weight].append(node)
-    for readers in shared.values():
-        for one, other in itertools.pairwise(readers):
-            ties.append((one.name, other.name, "reads the same weight"))
-    groups = [*_groups(graph, seen, device, flows)]
-    return Problem(
-        unary=unary, at_sink=at_sink, at_source=at_source, groups=groups, ties=ties
-    )
+class _Seen:
+    """What a graph has that layouts are chosen for, and the problem of the choice.
 
-
-def _convolving(node: fx.Node, weight: fx.Node, device: Device) -> tuple[int, int]:
-    """The prices of a convolution as captured, and with the channels last."""
-    read = node.args[_WEIGHT]
-    trained = isinstance(read, fx.Node) and read.target in _USES
-    products, copies = (3, 2) if trained else (1, 0)
-    images = _permuting(node.all_input_nodes[0], device) + _permuting(node, device)
-    last = (products * _IN_KERNELS + copies * _IN_COPIES) * _permuting(weight, device)
-    return round(products * _IN_KERNELS * images), round(last)
-
-
-def _groups(
-    graph: fx.Graph,
-    seen: _Seen,
-    device: Device,
-    flows: Collection[fx.Node],
-) -> Iterator[Group]:
-    """The readers of each image, which may share a permuted copy made at once.
-
-    Where a gradient flows, a change of layout permutes the gradient too.  None flows to
-    the caller's images: they are permuted after they are cast down, as fewer bytes.
+    Attributes:
+        images: each value with images, or volumes, and its fake tensor.
+        convolutions: the low ones, with the copy each reads as its weight.
+        lying: the images that have their channels last in the captured graph.
+        rows: the views through which calls read the channels of an image as rows.
+        flows: the nodes that a gradient flows through.
     """
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    written: dict[int, int] = {}
-    for node, at in order.items():
-        for each in written_values(node):
-            if isinstance(each.meta.get("val"), Tensor):
-                written[compat.storage_id(each.meta["val"])] = at
-    known = (seen.images.keys() | seen.rows) - seen.lying
-    for node, value in seen.images.items():
-        readers = _image_readers(node)
-        if not readers or node in seen.lying or node in seen.rows:
-            continue
-        copies = 2 if node in flows else 1
-        once = _IN_COPIES * _permuting(node, device) + 10 * device.launch_ns
-        price: int | None = round(copies * once)
-        if written.get(compat.storage_id(value), -1) > order[node]:
-            price = None  # a copy made now would miss the write
-        names = tuple(r.name if r in known else _OUTSIDE for r in readers)
-        free = 0 if price is not None and _lies_both_ways(value) else price
-        yield Group((node.name, 0, 0), node.name, names, free, price)
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        convolutions: dict[fx.Node, fx.Node],
+        device: Device,
+        facts: Mapping[str, NodeFacts],
+        left: Collection[str],
+    ) -> None:
+        self.graph, self.convolutions = graph, convolutions
+        self.device, self.left = device, left
+        self.images = {n: n.meta["val"] for n in graph.nodes if _is_image(n)}
+        self.lying = frozenset(n for n, v in self.images.items() if _is_laid_last(v))
+        self.flows = _differentiated(graph, facts)
+        self.rows = frozenset(
+            reader
+            for node in self.images.keys() - self.lying
+            for reader in _image_readers(node)
+            if _packs(node, reader, left)
+        )
+
+    def laid_anew(self, last: Collection[fx.Node]) -> frozenset[fx.Node]:
+        """The weights that are read with the channels last, and lie otherwise."""
+        kept = {
+            weight
+            for node, weight in self.convolutions.items()
+            if node not in last or node.name in self.left
+        }
+        return frozenset(
+            weight
+            for weight in self.convolutions.values()
+            if weight not in kept
+            and not _lies_both_ways(weight.meta["val"])
+            and not _is_laid_last(weight.meta["val"])
+        )
+
+    def problem(self) -> Problem:
+        """The problem, whose source side has the channels last."""
+        unary = {node.name: (0, 0) for node in self.images} | {_OUTSIDE: (0, 0)}
+        at_sink = {_OUTSIDE: "is outside the graph, where layouts are the user's"}
+        at_source = {n.name: "has its channels last as captured" for n in self.lying}
+        ties: list[tuple[str, str, str]] = []
+        for node, value in self.images.items():
+            if node in self.lying:
+                continue
+            for written in written_values(node):
+                ties.append((written.name, node.name, "is written in place"))
+            if node.name in self.left:
+                at_sink[node.name] = "failed a check with the channels last"
+            elif node in self.rows:
+                continue
+            elif node in self.convolutions:
+                unary[node.name] = self._convolving(node)
+            elif not _keeps_layout(node):
+                at_sink[node.name] = "is written for the layout it has"
+            if not _is_plain(value):
+                at_sink[node.name] = "has no plain layout in the captured graph"
+        for node in self.rows:
+            unary[node.name] = round(self._copying(node.all_input_nodes[0])), 0
+        ties = [(a, b, why) for a, b, why in ties if a in unary and a not in at_source]
+        groups = [*self._groups()]
+        return Problem(unary, at_sink, at_source, groups, [*ties, *self._shared()])
+
+    def _shared(self) -> Iterator[tuple[str, str, str]]:
+        """The convolutions that read one weight, which has one layout."""
+        readers: dict[fx.Node, list[str]] = defaultdict(list)
+        for node, weight in self.convolutions.items():
+            if node not in self.lying:
+                readers[weight].append(node.name)
+        for names in readers.values():
+            for one, other in itertools.pairwise(names):
+                yield one, other, "reads the same weight"
+
+    def _convolving(self, node: fx.Node) -> tuple[int, int]:
+        """The prices of a convolution as captured, and with the channels last."""
+        read = node.args[_WEIGHT]
+        trained = isinstance(read, fx.Node) and read.target in _USES
+        products, copies = (3, 2) if trained else (1, 0)
+        images = self._moving(node.all_input_nodes[0]) + self._moving(node)
+        last = products * _IN_KERNELS + copies * _IN_COPIES
+        weight = self._moving(self.convolutions[node])
+        return round(products * _IN_KERNELS * images), round(last * weight)
+
+    def _groups(self) -> Iterator[Group]:
+        """The readers of each image, which may share a permuted copy made at once.
+
+        Where a gradient flows, a change of layout permutes the gradient too.  None
+        flows to the caller's images: they are permuted after they are cast down, as
+        fewer bytes.
+        """
+        order = {node: i for i, node in enumerate(self.graph.nodes)}
+        written: dict[int, int] = {}
+        for node, at in order.items():
+            for each in written_values(node):
+                if isinstance(each.meta.get("val"), Tensor):
+                    written[compat.storage_id(each.meta["val"])] = at
+        known = (self.images.keys() | self.rows) - self.lying
+        for node, value in self.images.items():
+            readers = _image_readers(node)
+            if not readers or node in self.lying or node in self.rows:
+                continue
+            price: int | None = round(
+                self._copying(node, start=10 * self.device.launch_ns)
+            )
+            if written.get(compat.storage_id(value), -1) > order[node]:
+                price = None  # a copy made now would miss the write
+            names = tuple(r.name if r in known else _OUTSIDE for r in readers)
+            free = 0 if price is not None and _lies_both_ways(value) else price
+            yield Group((node.name, 0, 0), node.name, names, free, price)
+
+    def _copying(self, image: fx.Node, start: float = 0.0) -> float:
+        """The price of a permuted copy, and of that of its gradient if one flows."""
+        copies = 2 if image in self.flows else 1
+        return copies * (_IN_COPIES * self._moving(image) + start)
+
+    def _moving(self, node: fx.Node) -> int:
+        """The price of reading and writing a value, in units of 0.1 ns."""
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            return 0
+        numel = math.prod(compat.hint(size) for size in value.shape)
+        return round(10 * 2 * value.element_size() * numel / self.device.bytes_per_ns)
 
 
 def _differentiated(
@@ -282,21 +275,9 @@ def _differentiated(
     found: set[fx.Node] = set()
     for node in graph.nodes:
         known = facts.get(node.name)
-        flows = (
-            known.requires_grad if known else not found.isdisjoint(node.all_input_nodes)
-        )
-        if flows:
+        if known.requires_grad if known else found & {*node.all_input_nodes}:
             found.add(node)
     return frozenset(found)
-
-
-def _permuting(node: fx.Node, device: Device) -> int:
-    """The price of reading and writing a value, in units of 0.1 ns."""
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor):
-        return 0
-    numel = math.prod(compat.hint(size) for size in value.shape)
-    return round(10 * 2 * value.element_size() * numel / device.bytes_per_ns)
 
 
 def _weight(node: fx.Node, copies: Collection[fx.Node]) -> fx.Node | None:
@@ -310,15 +291,13 @@ def _weight(node: fx.Node, copies: Collection[fx.Node]) -> fx.Node | None:
     if not isinstance(copy, fx.Node) or copy not in copies:
         return None
     for user in copy.users:
-        readers = user.users if user.target in _USES else [user]
-        if not all(_is_convolution(r) and _reads_once(r, copy) for r in readers):
-            return None
+        for reader in user.users if user.target in _USES else [user]:
+            if not _is_convolution(reader):
+                return None
+            weight = reader.args[_WEIGHT]
+            if sum(each is weight or each is copy for each in reader.args) != 1:
+                return None
     return copy
-
-
-def _reads_once(convolution: fx.Node, copy: fx.Node) -> bool:
-    weight = convolution.args[_WEIGHT]
-    return sum(weight is n or copy is n for n in convolution.args) == 1
 
 
 def _is_convolution(node: fx.Node) -> bool:

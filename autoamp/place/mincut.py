@@ -1,4 +1,15 @@
-"""Solves problems of two sides (`place/two_sides.py`) exactly, as a min-cut.
+"""Problems of two sides with shared copies, and their exact solution by a min-cut.
+
+Every variable stands on the source side or on the sink side; the caller decides what
+the sides mean (`place/problem.py`: low and fp32).  The total to minimise is
+
+    sum of unary costs
+  + for each group, `to_source` once if its value is on the sink side and any reader is
+    on the source side
+  + for each group, `to_sink` once in the opposite case
+
+A copy is shared: one serves all readers of its group.  A group of one reader is a cost
+of that reader standing on another side than the value.
 
 The total is submodular, hence an s-t min-cut: an edge a -> b of capacity w costs w when
 a is on the source side and b on the sink side.  Constraints are edges of capacity "more
@@ -8,15 +19,91 @@ be minimized via graph cuts?" (2004), with one auxiliary node per group and dire
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import networkx as nx
 from networkx.algorithms.flow import boykov_kolmogorov
 
-from autoamp.place.two_sides import Group, Problem, Solution
+
+@dataclass(frozen=True)
+class Group:
+    """Readers of one value that could share a copy of it.
+
+    Attributes:
+        key: the name of the value that is copied, and two numbers that tell the groups
+            of one value apart.
+        value: the variable that decides the value's side.
+        readers: variables that read the value on their own side.
+        to_source: cost of one copy to the source side; None forbids it.
+        to_sink: cost of one copy to the sink side; None forbids it.
+        why: the reason why a copy is forbidden.
+    """
+
+    key: tuple[str, int, int]
+    value: str
+    readers: tuple[str, ...]
+    to_source: int | None
+    to_sink: int | None
+    why: str = "the value must not be copied"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem of two sides; costs are non-negative integers of any one unit.
+
+    Attributes:
+        unary: variable to its cost on the sink side and its cost on the source side.
+        at_sink, at_source: variable to the reason why it must stand on that side.
+        groups: the possible copies.
+        ties: pairs of variables that must stand on one side, with the reason.
+        follows: (reader, value, reason): the reader may stand on the source side only
+            if the value does.
+    """
+
+    unary: Mapping[str, tuple[int, int]]
+    at_sink: Mapping[str, str] = field(default_factory=dict)
+    at_source: Mapping[str, str] = field(default_factory=dict)
+    groups: Sequence[Group] = ()
+    ties: Sequence[tuple[str, str, str]] = ()
+    follows: Sequence[tuple[str, str, str]] = ()
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The variables on the source side, and the least total cost, which is exact."""
+
+    source: frozenset[str]
+    cost: int
+
+
+def energy(problem: Problem, source: frozenset[str]) -> int | None:
+    """The cost of having the variables `source` on the source side.
+
+    The result is None where a constraint is broken.
+    """
+    if source & problem.at_sink.keys() or problem.at_source.keys() - source:
+        return None
+    if any((a in source) != (b in source) for a, b, _ in problem.ties):
+        return None
+    if any(a in source and b not in source for a, b, _ in problem.follows):
+        return None
+    total = sum(costs[v in source] for v, costs in problem.unary.items())
+    for group in problem.groups:
+        if group.value in source:
+            cost, needed = group.to_sink, any(r not in source for r in group.readers)
+        else:
+            cost, needed = group.to_source, any(r in source for r in group.readers)
+        if needed:
+            if cost is None:
+                return None
+            total += cost
+    return total
+
+
+# -- the solver ------------------------------------------------------------------------
 
 Node = str | tuple[str, int]
 """A variable; or an auxiliary node, which is the copy to a side for a numbered group;
@@ -69,7 +156,6 @@ class Network:
         self.settled: set[Node] = set()
         total = sum(sum(costs) for costs in problem.unary.values())
         total += sum((g.to_source or 0) + (g.to_sink or 0) for g in problem.groups)
-        total += sum(c.to_source + c.to_sink for c in problem.crossings)
         # `never` is finite, so that a contradiction shows as a cut of at least `never`.
         self.never = total + 1
         for variable, (at_sink, at_source) in problem.unary.items():
@@ -89,9 +175,6 @@ class Network:
             self._edge(b, a, self.never)
         for reader, value, _ in problem.follows:
             self._edge(reader, value, self.never)
-        for each in problem.crossings:
-            self._edge(each.reader, each.value, each.to_source)
-            self._edge(each.value, each.reader, each.to_sink)
         for number, group in enumerate(problem.groups):
             self._copy(group, ("source", number), group.to_source)
             self._copy(group, ("sink", number), group.to_sink)
@@ -112,19 +195,14 @@ class Network:
     def _copy(self, group: Group, to: tuple[str, int], price: int | None) -> None:
         """A reader on one side pays for a copy of a value on the other side."""
         cost = self.never if price is None else price
-        if cost <= 0:
-            return
-        to_source = to[0] == "source"
-        shared = len(group.readers) > 1
-        end: Node = to if shared else group.value
-        capacity = self.never if shared else cost
         pairs: list[tuple[Node, Node, int]] = [
-            (r, end, capacity) for r in group.readers
+            (r, group.value, cost) for r in group.readers
         ]
-        if shared:
+        if len(pairs) > 1 and cost > 0:
+            pairs = [(r, to, self.never) for r in group.readers]
             pairs.append((to, group.value, cost))
         for a, b, capacity in pairs:
-            self._edge(*((a, b) if to_source else (b, a)), capacity=capacity)
+            self._edge(*((a, b) if to[0] == "source" else (b, a)), capacity)
 
     def copy(self) -> Network:
         """A network that changes apart from this one."""
@@ -235,48 +313,3 @@ def contradiction(problem: Problem) -> ContradictionError:
             first = (start, problem.at_source[start])
             return ContradictionError([first, *steps, (end, problem.at_sink[end])])
     return ContradictionError(())
-
-
-class Again:
-    """Many answers about one problem, each the same as a whole solution would be.
-
-    The total is submodular.  So if variables are held on the source side, the smallest
-    least source side only grows; if they are held on the sink side, it only shrinks.
-    The part that all answers share is contracted once, and each answer solves the small
-    rest.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        """Raises ContradictionError: the constraints of `problem` contradict."""
-        self._problem = problem
-        self._source = solve(problem).source
-
-    def held(self, names: Iterable[str], *, at_source: bool) -> Solution | None:
-        """The solution of least cost with variables held on one side; None if illegal.
-
-        Of several, it is the one with the smallest source side.
-        """
-        network = (self._above if at_source else self._below).copy()
-        weights = network.source if at_source else network.sink
-        for name in names:
-            if name in network.out:  # else the variable stands on that side already
-                weights[name] += network.never
-        return network.solution(self._problem.unary)
-
-    @cached_property
-    def _above(self) -> Network:
-        """The network of the variables on the sink side, which may leave it."""
-        network = Network(self._problem)
-        for name in self._problem.unary:
-            if name in self._source:
-                network.contract(name, to_source=True)
-        return network
-
-    @cached_property
-    def _below(self) -> Network:
-        """The network of the variables on the source side."""
-        network = Network(self._problem)
-        for name in self._problem.unary:
-            if name not in self._source:
-                network.contract(name, to_source=False)
-        return network

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 
+import networkx as nx
+
 from autoamp.analyse.ceiling import promotes_to_low
 from autoamp.analyse.facts import Facts
 from autoamp.analyse.verdict import Classified
-from autoamp.place.two_sides import Problem
+from autoamp.place.mincut import Problem
 from autoamp.rules import Category, family
 
 
@@ -48,7 +50,8 @@ def tensorflow(classified: Classified) -> frozenset[str]:
     }
     free = {n for n in kind if not verdicts[n].pinned}
     clear = {n for n, k in kind.items() if k is Category.CLEAR}
-    after, before = _edges(classified)
+    edges = _edges(classified)
+    after, before = edges.succ, edges.pred
     clusters = _written_together(facts, kind)
 
     denied = _denied(kind, after, before)
@@ -61,15 +64,15 @@ def tensorflow(classified: Classified) -> frozenset[str]:
             makers = before[name]
             if any(m in low for m in makers) and not any(m in denied for m in makers):
                 low.add(name)
-    low |= _reach(low, _either_way(after, before), between & clear)
+    low |= _reach(low, edges.to_undirected(as_view=True).adj, between & clear)
     low |= {n for c in clusters if low & c and c <= free - denied for n in c}
     return frozenset(low | _casts_read_low(classified, low))
 
 
 def _denied(
     kind: Mapping[str, Category],
-    after: Mapping[str, set[str]],
-    before: Mapping[str, set[str]],
+    after: Mapping[str, Iterable[str]],
+    before: Mapping[str, Iterable[str]],
 ) -> set[str]:
     """Deny ops, and the ops downstream of them up to the last deny or infer op."""
     denied = {n for n, k in kind.items() if k is Category.DENY}
@@ -120,7 +123,9 @@ def project(problem: Problem, low: Iterable[str]) -> frozenset[str]:
     """The labels nearest to `low` from below that break no constraint of `problem`."""
     legal = {n for n in low if n in problem.unary} - problem.at_sink.keys()
     while True:
-        wrong = {x for a, b, _ in problem.ties for x in (a, b) if _split(a, b, legal)}
+        wrong = {
+            x for a, b, _ in problem.ties if len({a, b} & legal) == 1 for x in (a, b)
+        }
         wrong |= {r for r, v, _ in problem.follows if r in legal and v not in legal}
         for group in problem.groups:
             if group.to_sink is None and any(r not in legal for r in group.readers):
@@ -133,21 +138,15 @@ def project(problem: Problem, low: Iterable[str]) -> frozenset[str]:
         legal -= wrong
 
 
-def _split(a: str, b: str, legal: set[str]) -> bool:
-    return (a in legal) != (b in legal)
-
-
-def _edges(
-    classified: Classified,
-) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
-    """Edges from makers to their readers, and from readers to their makers.
+def _edges(classified: Classified) -> nx.DiGraph[str]:
+    """The ops, with edges from makers to their readers.
 
     A reader that always needs fp32 has no edge.  Each node on a written storage counts
     as a maker for the later nodes on the storage.
     """
     facts, verdicts = classified.facts, classified.verdicts
-    after: dict[str, set[str]] = defaultdict(set)
-    before: dict[str, set[str]] = defaultdict(set)
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    graph.add_nodes_from(verdicts)
     writers: dict[int, set[str]] = defaultdict(set)
     for name in verdicts:
         fact = facts.nodes[name]
@@ -159,21 +158,12 @@ def _edges(
         if fact.storage in facts.mutated:
             makers |= writers[fact.storage]
             writers[fact.storage].add(name)
-        for maker in makers & verdicts.keys():
-            after[maker].add(name)
-            before[name].add(maker)
-    return after, before
-
-
-def _either_way(
-    a: Mapping[str, set[str]], b: Mapping[str, set[str]]
-) -> dict[str, set[str]]:
-    """Neighbours in either direction."""
-    return {n: a.get(n, set()) | b.get(n, set()) for n in {*a, *b}}
+        graph.add_edges_from((maker, name) for maker in makers & verdicts.keys())
+    return graph
 
 
 def _reach(
-    start: Iterable[str], edges: Mapping[str, set[str]], through: set[str]
+    start: Iterable[str], edges: Mapping[str, Iterable[str]], through: set[str]
 ) -> set[str]:
     """The nodes reached from `start` along `edges`, entering only `through` nodes."""
     found: set[str] = set()

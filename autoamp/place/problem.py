@@ -14,13 +14,16 @@ from autoamp.analyse.pins import views_down_to
 from autoamp.analyse.verdict import Classified
 from autoamp.errors import PlacementError
 from autoamp.place.cost import Prices
-from autoamp.place.mincut import ContradictionError, contradiction, solve
-from autoamp.place.two_sides import Group, Problem
+from autoamp.place.mincut import (
+    ContradictionError,
+    Group,
+    Problem,
+    contradiction,
+    solve,
+)
 
 
-def build_problem(
-    classified: Classified, prices: Prices, returned_inside: frozenset[str]
-) -> Problem:
+def build_problem(classified: Classified, prices: Prices) -> Problem:
     """The placement problem of a graph: unary prices, pins, casts, ties."""
     facts = classified.facts
     unary = dict(prices.ops)
@@ -32,7 +35,7 @@ def build_problem(
     pinned[FP32] = "is read in fp32 outside the graph"
     why = "is returned, or viewed by what is, and shares memory with another tensor"
     pinned |= dict.fromkeys(_returned_aliases(facts), why)
-    groups, follows = _cast_groups(classified, prices, returned_inside)
+    groups, follows = _cast_groups(classified, prices)
     follows += _rounded_before_maxima(classified)
     return Problem(
         unary=unary,
@@ -96,7 +99,7 @@ def promised_casts(problem: Problem, low: frozenset[str]) -> Counter[tuple[str, 
 
 
 def _cast_groups(
-    classified: Classified, prices: Prices, returned_inside: frozenset[str]
+    classified: Classified, prices: Prices
 ) -> tuple[list[Group], list[tuple[str, str, str]]]:
     """One group per value, region and epoch, whose readers may share a cast."""
     facts = classified.facts
@@ -116,6 +119,7 @@ def _cast_groups(
     for value in sorted(facts.returned):
         if facts.nodes[value].is_value:
             readers[(value, -1, -1)].append(FP32)
+    returned_inside = returned_and_used(classified)
     groups = []
     for key, names in readers.items():
         value, region, _ = key

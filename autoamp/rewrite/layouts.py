@@ -20,21 +20,21 @@ def lay_out(gm: fx.GraphModule, layouts: Layouts) -> fx.GraphModule:
     those that are constants are made anew here, and the results of the calls follow the
     layouts of their operands.
     """
-    gm, values = copied(gm)
-    layouts = layouts.of(values)
+    gm, copies = copied(gm)
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    for node, readers in layouts.changes.items():
+    for value, readers in layouts.changes.items():
+        node = copies[value]
         last = FORMATS[node.meta["val"].dim()]
         formats = (last, torch.contiguous_format)
-        if node in layouts.last:
+        if value in layouts.last:
             formats = (torch.contiguous_format, last)
         after = inputs[-1] if node.op == "placeholder" else node
         with gm.graph.inserting_after(after):
             copy = gm.graph.call_function(laid_out, (node, *formats))
         copy.meta = {k: v for k, v in node.meta.items() if k in ("val", "stack_trace")}
         for reader in readers:
-            reader.replace_input_with(node, copy)
-    for node in layouts.last | layouts.weights:
+            copies[reader].replace_input_with(node, copy)
+    for node in (copies[each] for each in layouts.last | layouts.weights):
         node.meta[LAST] = True
         if node.op == "get_attr":
             name = str(node.target)

@@ -29,8 +29,8 @@ from autoamp.inspect.report import Report
 from autoamp.inspect.rows import OURS
 from autoamp.inspect.text import FULL_WIDTH, WIDTH, bytes_text, seconds_text
 from autoamp.inspect.why import Flips
+from autoamp.place.mincut import energy
 from autoamp.place.policies import POLICIES, project
-from autoamp.place.two_sides import energy
 from autoamp.rewrite.rewritten import Rewritten
 from tests.small_models import BF16, Of
 

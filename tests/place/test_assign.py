@@ -11,9 +11,9 @@ from autoamp.analyse.verdict import Classified, Mode, Verdict
 from autoamp.errors import PlacementError
 from autoamp.place import assign as assign_module
 from autoamp.place.assign import Assignment, assign
+from autoamp.place.mincut import Group, Problem, energy
 from autoamp.place.policies import POLICIES, project
 from autoamp.place.problem import build_problem
-from autoamp.place.two_sides import Group, Problem, energy
 from tests.place.small_facts import fact, facts, graph_of, prices, verdict
 
 
@@ -23,14 +23,10 @@ def written(text: str) -> tuple[Facts, dict[str, Verdict]]:
     return graph.facts, dict(graph.verdicts)
 
 
-def problem_of(
-    graph: Facts,
-    verdicts: dict[str, Verdict],
-    returned_inside: frozenset[str] = frozenset(),
-) -> Problem:
+def problem_of(graph: Facts, verdicts: dict[str, Verdict]) -> Problem:
     costs = dict.fromkeys(verdicts, (4, 2))
     classified = Classified(graph, verdicts)
-    return build_problem(classified, prices(graph, costs), returned_inside)
+    return build_problem(classified, prices(graph, costs))
 
 
 def groups(problem: Problem) -> dict[tuple[str, int, int], Group]:
@@ -132,13 +128,13 @@ def test_what_shows_the_bits_of_a_move_reads_them_in_fp32(mode: Mode) -> None:
 
 
 def test_readers_of_a_returned_value_share_its_cast() -> None:
-    graph = facts(fact("conv"), fact("exp", "conv"), returned=["conv"])
     verdicts = {"conv": verdict("allow", (), moves=True), "exp": verdict("deny")}
     inside, after = ("conv", 0, 0), ("conv", -1, -1)
-    apart = groups(problem_of(graph, verdicts))
-    assert {n: g.to_sink for n, g in apart.items()} == {inside: None, after: None}
-    shared = groups(problem_of(graph, verdicts, "conv"))
-    assert {n: g.to_sink for n, g in shared.items()} == {inside: 0, after: None}
+    for trained, price in ((False, None), (True, 0)):
+        conv = fact("conv", requires_grad=trained)
+        graph = facts(conv, fact("exp", "conv"), returned=["conv"])
+        found = groups(problem_of(graph, verdicts))
+        assert {n: g.to_sink for n, g in found.items()} == {inside: price, after: None}
 
 
 def test_views_of_a_storage_that_is_written_are_tied() -> None:

@@ -12,9 +12,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autoamp.errors import PlacementError
-from autoamp.place.mincut import Again, ContradictionError, solve
+from autoamp.inspect.why import Again
+from autoamp.place.mincut import (
+    ContradictionError,
+    Group,
+    Problem,
+    Solution,
+    energy,
+    solve,
+)
 from autoamp.place.problem import least_cost
-from autoamp.place.two_sides import Group, Problem, Solution, energy
 from tests.quick import explored
 from tests.strategies import problems
 
@@ -64,11 +71,6 @@ def _count(problem: Problem, low: set[str]) -> int | None:
         if price is None:
             return None
         total += price
-    for each in problem.crossings:
-        if each.reader in low and each.value not in low:
-            total += each.to_source
-        if each.value in low and each.reader not in low:
-            total += each.to_sink
     return total
 
 
@@ -131,10 +133,6 @@ def plain_cut(problem: Problem) -> int | None:
             add(f"high {group.key}", reader, None)
         add(f"low {group.key}", group.value, group.to_source)
         add(group.value, f"high {group.key}", group.to_sink)
-    for each in problem.crossings:
-        if each.reader != each.value:
-            add(each.reader, each.value, each.to_source)
-            add(each.value, each.reader, each.to_sink)
     cost, _ = nx.minimum_cut(graph, "s", "t")
     return None if cost >= never else int(cost)
 

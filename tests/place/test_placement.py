@@ -16,8 +16,8 @@ from autoamp.analyse.facts import FP32
 from autoamp.inspect.rows import costs_of
 from autoamp.options import Options
 from autoamp.pipeline.run import rewrite_graph
+from autoamp.place.mincut import Problem, energy
 from autoamp.place.policies import POLICIES, project
-from autoamp.place.two_sides import Problem, energy
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rules import Rules
 from tests import small_models

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from autoamp.analyse.verdict import Classified
+from autoamp.place.mincut import Group, Problem
 from autoamp.place.policies import forced, project, promote, tensorflow
-from autoamp.place.two_sides import Group, Problem
 from tests.place.small_facts import fact, facts, graph_of, verdict
 
 

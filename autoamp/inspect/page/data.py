@@ -42,6 +42,7 @@ from typing import Any
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.inspect.figures import Document, Headline, Island, stayed_groups
 from autoamp.inspect.findings import ERROR, FOOTNOTE, WAYS, gains_of, runs_low
+from autoamp.inspect.frontier import Frontier, Point
 from autoamp.inspect.page.costs import changes_of, costs_of_boxes
 from autoamp.inspect.page.drawing import Drawing
 from autoamp.inspect.rows import Section
@@ -54,7 +55,6 @@ from autoamp.inspect.text import (
     shorten,
 )
 from autoamp.inspect.why import MEANINGS, Flips
-from autoamp.place.frontier import Frontier, Point
 from autoamp.printable import printable_line
 from autoamp.saved.rows import FP32, CastRow, OpRow
 
