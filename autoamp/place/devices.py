@@ -378,7 +378,8 @@ def device_with(
 def _read_device(figures: Mapping[str, Any]) -> Device | None:
     try:
         given = {
-            f.name: _read(figures[f.name], getattr(NEUTRAL, f.name)) for f in _FIELDS
+            each.name: _read(figures[each.name], getattr(NEUTRAL, each.name))
+            for each in fields(Device)
         }
         if not all(given[each] for each in _DIVISORS):
             return None
@@ -386,9 +387,6 @@ def _read_device(figures: Mapping[str, Any]) -> Device | None:
         return None  # another version of autoamp wrote the report
     name = printable_line(given["name"], 200).removesuffix(_BY_LOCK) + _BY_LOCK
     return Device(**given | {"name": name})
-
-
-_FIELDS = fields(Device)
 
 
 def _read(value: Any, like: Any) -> Any:

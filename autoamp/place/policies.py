@@ -123,9 +123,8 @@ def project(problem: Problem, low: Iterable[str]) -> frozenset[str]:
     """The labels nearest to `low` from below that break no constraint of `problem`."""
     legal = {n for n in low if n in problem.unary} - problem.at_sink.keys()
     while True:
-        wrong = {
-            x for a, b, _ in problem.ties if len({a, b} & legal) == 1 for x in (a, b)
-        }
+        split = [(a, b) for a, b, _ in problem.ties if (a in legal) != (b in legal)]
+        wrong = {name for pair in split for name in pair}
         wrong |= {r for r, v, _ in problem.follows if r in legal and v not in legal}
         for group in problem.groups:
             if group.to_sink is None and any(r not in legal for r in group.readers):
@@ -138,14 +137,14 @@ def project(problem: Problem, low: Iterable[str]) -> frozenset[str]:
         legal -= wrong
 
 
-def _edges(classified: Classified) -> nx.DiGraph[str]:
+def _edges(classified: Classified) -> nx.DiGraph:
     """The ops, with edges from makers to their readers.
 
     A reader that always needs fp32 has no edge.  Each node on a written storage counts
     as a maker for the later nodes on the storage.
     """
     facts, verdicts = classified.facts, classified.verdicts
-    graph: nx.DiGraph[str] = nx.DiGraph()
+    graph = nx.DiGraph()
     graph.add_nodes_from(verdicts)
     writers: dict[int, set[str]] = defaultdict(set)
     for name in verdicts:
