@@ -163,7 +163,7 @@ ROTARY = "rotary"
 
 CHANNELS_LAST = "channels_last"
 """Convolutions with the channels last, where no compiler runs the graph
-(`place/layouts.py`)."""
+(`rewrite/layouts.py`)."""
 
 TOGETHER = "together"
 """Gradients of several weights cast by one call, on GPUs and where no compiler runs the

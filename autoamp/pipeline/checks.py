@@ -18,8 +18,8 @@ from autoamp.check.standin import where
 from autoamp.check.strides import check_strides
 from autoamp.check.verify import Verifier
 from autoamp.errors import VerificationError
-from autoamp.place.layouts import FORMATS
 from autoamp.place.problem import promised_casts
+from autoamp.rewrite.layouts import FORMATS
 from autoamp.rewrite.rewritten import Rewritten
 
 

@@ -35,14 +35,13 @@ from autoamp.pipeline.retreat import LeaveOut
 from autoamp.place.assign import assign
 from autoamp.place.cost import PriceModel, as_authors_ask, price_graph
 from autoamp.place.devices import Device, device_with, main_device
-from autoamp.place.layouts import FORMATS, choose_layouts, convolved
 from autoamp.rewrite.bindings import with_bindings
 from autoamp.rewrite.casts import insert_casts
 from autoamp.rewrite.copied import clean_up, with_targets
 from autoamp.rewrite.edge.scale_edge import scale_edge
 from autoamp.rewrite.for_compilers import for_compilers
 from autoamp.rewrite.hoist_weight_casts import folded_in, hoist_weight_casts
-from autoamp.rewrite.layouts import lay_out
+from autoamp.rewrite.layouts import FORMATS, choose_layouts, convolved, lay_out
 from autoamp.rewrite.meshes import (
     with_calls_once,
     with_low_gathers,

@@ -15,8 +15,7 @@ import autoamp
 from autoamp.check.strides import check_strides
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import laid_out
-from autoamp.place.layouts import FORMATS
-from autoamp.rewrite.layouts import LAST
+from autoamp.rewrite.layouts import FORMATS, LAST
 from autoamp.weights.sentinels import copies_of
 from tests.metrics import relative_error
 from tests.small_models import converted
