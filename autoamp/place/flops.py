@@ -139,7 +139,9 @@ def _grouped(shapes: Shapes, numel: int) -> int:
 
 def _trilinear(shapes: Shapes, _: int) -> int:
     """Three operands with singleton axes, broadcast, multiplied and summed."""
-    return 2 * math.prod(max(sizes) for sizes in zip(*shapes[:3], strict=True))
+    first, second, third = shapes[:3]
+    every = zip(first, second, third, strict=True)
+    return 2 * math.prod(max(sizes) for sizes in every)
 
 
 def _chain(shapes: Shapes, _: int) -> int:
