@@ -18,9 +18,12 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import autoamp
+from autoamp.check.verify import Verifier
 from autoamp.compat import OpOverload
+from autoamp.errors import VerificationError
 from autoamp.graph_functions import LEAF_FUNCTIONS
 from autoamp.op_names import base_name
+from autoamp.rewrite import casts
 from autoamp.rules import Rules
 from autoamp.trace.normalise import normalise
 from tests.quick import explored
@@ -481,3 +484,35 @@ def test_returned_views_share_memory_as_they_did() -> None:
     assert alias_relations(gm(*given), given) == expected
     assert expected[0] == (True, False, False, False, True, False)
     assert expected[2] == (False, False, True, True, False, False)
+
+
+def test_writes_and_aliases_can_fail(monkeypatch) -> None:
+    """A pass that took a write for no event would read the stale cast."""
+    steps = [("linear", 1, 1), ("write_view", 1, 1), ("linear", 1, 1)]
+    program = Program(steps, [2, 3, 4])
+    options = {"precision": "bf16", "do_no_harm": False, "strict": True}
+    check_meaning(program, options)
+    real = casts._Emitter._in_dtype
+
+    def timeless(
+        self: Any, value: str, dtype: torch.dtype, reader: Any, epoch: int
+    ) -> fx.Node:
+        return real(self, value, dtype, reader, 0)
+
+    monkeypatch.setattr(casts._Emitter, "_in_dtype", timeless)
+    with pytest.raises(VerificationError):
+        check_meaning(program, options)
+    # With the verifier blinded as well, the numbers themselves tell.
+    monkeypatch.setattr(Verifier, "verify", lambda *_: None)
+    monkeypatch.setattr(Verifier, "recount", lambda *_: _Anything())
+    with pytest.raises(AssertionError):
+        check_meaning(program, options)
+
+
+class _Anything(int):
+    """A recount that agrees with every promise."""
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = int.__hash__
