@@ -45,10 +45,10 @@ from tests.training.steps import (
 
 pytestmark = pytest.mark.one_model
 
-SCALE: dict[str, Any] = {"init_scale": 2.0**15, "growth_interval": 3}
+SCALE: dict[str, Any] = {"init_scale": 2.0**15, "growth_interval": 2}
 GUARD: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 
-FACTORS = st.sampled_from([*[1.0] * 6, math.inf, -math.inf, math.nan])
+FACTORS = st.sampled_from([*[1.0] * 9, math.inf, -math.inf, math.nan])
 """What a loss is multiplied by: its gradients are then finite or not."""
 
 CLIPS: dict[str, Callable[[Any], Any]] = {

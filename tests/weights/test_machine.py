@@ -207,10 +207,16 @@ class AsTheWeightsAre(RuleBasedStateMachine):
             LOOKS[how](p)
 
     @precondition(lambda self: len(self.held) < 3)
-    @rule(how=st.sampled_from(sorted(HOLDERS)), at=st.sampled_from([0, 2]))
-    def hold(self, how: str, at: int) -> None:
+    @rule(
+        how=st.sampled_from(sorted(HOLDERS)),
+        at=st.sampled_from([0, 2]),
+        mode=st.sampled_from(sorted(MODES)),
+    )
+    def hold(self, how: str, at: int, mode: str) -> None:
         weight = self.model[at].weight
         self.held.append((weight, HOLDERS[how](weight)))
+        self.check(mode)
+        self.write_of_a_holder(mode)
 
     @precondition(lambda self: self.held)
     @rule()
