@@ -530,18 +530,23 @@ def test_transforms_of_functions_run_under_autocast(
         assert is_rounded(low, model(x))
 
 
-def uncapturable(m: Any, x: Tensor) -> Tensor:
-    """A graph break in a loop, and no layer: no graph is left."""
-    for weight in m.weights:
-        if x.sum() > 1e9:
-            break
-        x = x @ weight
-    return x
+class Uncapturable(nn.Module):
+    """A graph break in a loop of its own method, and no layer: no graph is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.eye(8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            if x.sum() > 1e9:
+                break
+            x = x @ weight
+        return x
 
 
 def test_a_model_that_dynamo_captures_nothing_of_is_told(x: Tensor, caplog) -> None:
-    weights = nn.ParameterList(torch.eye(8) for _ in range(2))
-    model = Of(uncapturable, weights=weights)
+    model = Uncapturable()
     exact = model(x)
     converted(model, strict=False)
     for _ in range(2):
