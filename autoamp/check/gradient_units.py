@@ -110,6 +110,9 @@ def check_units(gm: fx.GraphModule) -> None:
     related = nx.Graph()
     related.add_nodes_from((TRUE, SCALED))
     counted = flowing_in(gm.graph) - _written(gm)
+    # `scale_grad` gives the value itself, whose maker's backward begins with the scale:
+    # what readers give to the value, by either name, is true.
+    entering = {node.args[0] for node in nodes if node.target is scale_grad}
     for node in nodes:
         if node.op == "output":
             read = [n for n in node.all_input_nodes if n in counted]
@@ -119,19 +122,23 @@ def check_units(gm: fx.GraphModule) -> None:
         if node.op == "placeholder":
             related.add_edge(TRUE, node)
             continue
+        of_operand, of_result = _WAYS.get(node.target, (node, node))
+        related.add_edge(of_result, node)
         operands = node.all_input_nodes[: 1 if node.target in _FIRST_ALONE else None]
         for operand in (n for n in operands if n in counted):
-            if node.target in _WAYS:
-                of_operand, of_result = _WAYS[node.target]
-                related.add_edges_from([(of_operand, operand), (of_result, node)])
-            else:
-                related.add_edge(operand, node)
+            given: Any = operand
+            if operand in entering and node.target is not scale_grad:
+                given = ("read", operand)
+                related.add_edge(TRUE, given)
+            related.add_edge(of_operand, given)
     if nx.has_path(related, TRUE, SCALED):
-        _, *values, _ = nx.shortest_path(related, TRUE, SCALED)
+        _, *path, _ = nx.shortest_path(related, TRUE, SCALED)
+        values = [each if isinstance(each, fx.Node) else each[1] for each in path]
+        first, last = values[0], values[-1]
         raise VerificationError(
-            f"the gradient of {values[0].name} would be both true and scaled, at "
-            f"{where(values[-1])}",
-            nodes=(*named(values[0]), *named(values[-1])),
+            f"the gradient of {first.name} would be both true and scaled, at "
+            f"{where(last)}",
+            nodes=(*named(first), *named(last)),
         )
 
 

@@ -276,8 +276,6 @@ def written_attention(graph: fx.Graph) -> Iterator[WrittenAttention]:
     would draw another mask), with weights that other calls read, and with trained
     numbers added to the scores.
     """
-    if compat.cpu_attention() is None:
-        return
     softmaxes = softmaxes_in(graph)
     if not softmaxes:
         return

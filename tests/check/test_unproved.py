@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +129,40 @@ def test_a_gradient_that_would_leave_scaled_is_refused(
     monkeypatch.setattr(passes, "scale_edge", careless)
     with pytest.raises(VerificationError, match="both true and scaled"):
         net(precision="fp16")(torch.randn(4, 16))
+
+
+class Pooled(nn.Module):
+    """Returns a norm's result, and reads the result once more before it is scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.body, self.head = (
+            nn.LayerNorm(16),
+            nn.Linear(16, 16),
+            nn.Linear(16, 4),
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.norm(x + self.body(x))
+        return hidden, self.head(hidden[torch.arange(len(x)), 0])
+
+
+def test_a_result_that_is_read_inside_is_in_one_unit() -> None:
+    torch.manual_seed(0)
+    model, x = Pooled(), torch.randn(3, 5, 16)
+    low = autoamp.convert(
+        copy.deepcopy(model), precision="fp16", do_no_harm=False, strict=True
+    )
+    for seen in (0, 1):
+        by = torch.randn_like(model(x)[seen])
+        exact, found = (
+            torch.autograd.grad(
+                (m(x)[seen] * by).mean(), [m.norm.weight, m.body.weight]
+            )
+            for m in (model, low)
+        )
+        for a, b in zip(exact, found, strict=True):
+            assert (a - b).norm() <= 2**-8 * a.norm()  # a scale would be 2**16
 
 
 def steep_relu(x: Tensor) -> Tensor:
