@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
@@ -42,12 +43,13 @@ def planned_for(
     model: str, *, batch: int | None = None, sequence: int | None = None, **wanted: Any
 ) -> Any:
     """The plan of a model by its name or its MODULE:FACTORY, on one device or many."""
-    from autoamp.planning.named import names_a_model
-    from autoamp.planning.plan import maker_of_name, plan_of
+    from autoamp.planning.named import named_model, names_a_model
+    from autoamp.planning.plan import Asked, plan_of
 
+    asked = Asked(**wanted)
     if names_a_model(model):
-        trains = not wanted.get("infer")
-        make = maker_of_name(model, batch or 1, sequence, trains=trains)
+        size = {"batch": batch or 1, "sequence": sequence}
+        make: Any = partial(named_model, model, **size, trains=not asked.infer)
     elif batch or sequence:
         raise Problem(
             f"{model} makes its own arguments: --batch and --sequence are for models "
@@ -55,7 +57,7 @@ def planned_for(
         )
     else:
         make = _maker_of_factory(model)
-    return plan_of(make, **wanted)
+    return plan_of(make, asked)
 
 
 def _maker_of_factory(factory: str) -> Any:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from autoamp.ask.stand_in import Call
 from autoamp.errors import OptionError
-from autoamp.printable import class_name, printable_line
+from autoamp.planning.step import said_by
+from autoamp.printable import class_name
 
 LIBRARY = "transformers"
 _LONGEST = 1024
@@ -31,20 +32,14 @@ _HEADS = (
 """The tables of heads; the first table that knows a configuration gives the head."""
 
 
-@dataclass(frozen=True)
-class Named:
-    """A model on the meta device and the keyword arguments of a call."""
-
-    model: nn.Module
-    kwargs: dict[str, Any]
-
-
 def names_a_model(name: str) -> bool:
     """Whether a name is for `named_model`, not a MODULE:FACTORY."""
     return name.startswith(f"{LIBRARY}:") or name.endswith(".json")
 
 
-def named_model(name: str, *, batch: int, sequence: int | None, trains: bool) -> Named:
+def named_model(
+    name: str, *, batch: int = 1, sequence: int | None = None, trains: bool = True
+) -> tuple[nn.Module, Call]:
     """The model of a name, in fp32 on the meta device, and a call of it.
 
     Raises:
@@ -76,22 +71,21 @@ def named_model(name: str, *, batch: int, sequence: int | None, trains: bool) ->
     except OptionError:
         raise
     except Exception as error:
-        said = printable_line(f"{type(error).__name__}: {error}", 300)
-        raise OptionError(f"{name}: {kind.__name__} cannot be made: {said}") from error
-    return Named(model.float(), kwargs)
+        raise OptionError(
+            f"{name}: {kind.__name__} cannot be made: {said_by(error)}"
+        ) from error
+    return model.float(), ((), kwargs)
 
 
 def _from_text(library: Any, text: str) -> Any:
     """The configuration of "LlamaConfig(hidden_size=64)" or of "llama"."""
     called, arguments = _parsed(text)
-    types = library.CONFIG_MAPPING
     if called.endswith("Config"):
         kind = getattr(library, called, None)
-        base = library.PreTrainedConfig
-        if not (isinstance(kind, type) and issubclass(kind, base)):
+        if not _is_class(kind, library.PreTrainedConfig):
             raise OptionError(f"transformers has no configuration {called}")
-    elif called in types:
-        kind = types[called]
+    elif called in library.CONFIG_MAPPING:
+        kind = library.CONFIG_MAPPING[called]
     else:
         raise OptionError(
             f"transformers has no type of model {called!r}: give one of its "
@@ -100,23 +94,25 @@ def _from_text(library: Any, text: str) -> Any:
     return _made(kind, arguments, text)
 
 
+def _is_class(kind: Any, base: type) -> bool:
+    return isinstance(kind, type) and issubclass(kind, base)
+
+
 def _parsed(text: str) -> tuple[str, dict[str, Any]]:
     """A name, and the literal keyword arguments after it; nothing is evaluated."""
-    wrong = f"{text!r}: write a name, or a name with keywords, as LlamaConfig(a=1)"
     if "(" not in text:
         return text.strip(), {}  # a type of model may hold a "-"
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        tree: Any = ast.parse(text.strip(), mode="eval").body
     except SyntaxError:
-        raise OptionError(wrong) from None
-    if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name):
-        raise OptionError(wrong)
-    if tree.args:
-        raise OptionError(f"{text!r}: give arguments by keyword")
+        tree = None
+    is_call = isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name)
+    if not is_call or tree.args or not all(each.arg for each in tree.keywords):
+        raise OptionError(
+            f"{text!r}: write a name, or a name with keywords, as LlamaConfig(a=1)"
+        )
     found = {}
     for each in tree.keywords:
-        if each.arg is None:
-            raise OptionError(f"{text!r}: ** is not allowed; write the keywords out")
         try:
             found[each.arg] = ast.literal_eval(each.value)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -149,9 +145,8 @@ def _made(kind: Any, arguments: dict[str, Any], name: str) -> Any:
     try:
         return kind(**arguments)
     except Exception as error:
-        said = printable_line(f"{type(error).__name__}: {error}", 300)
         raise OptionError(
-            f"{name}: {kind.__name__} refuses these arguments: {said}"
+            f"{name}: {kind.__name__} refuses these arguments: {said_by(error)}"
         ) from error
 
 
@@ -159,11 +154,11 @@ def _class_for(library: Any, config: Any, name: str) -> Any:
     """The class that a configuration names, or the first head that fits."""
     for each in config.architectures or ():
         kind = getattr(library, each, None)
-        if isinstance(kind, type) and issubclass(kind, nn.Module):
+        if _is_class(kind, nn.Module):
             return kind
     for table in _HEADS:
-        mapping = getattr(library, table, None)
-        if mapping is not None and type(config) in mapping:
+        mapping = getattr(library, table, {})
+        if type(config) in mapping:
             kind = mapping[type(config)]
             return kind[0] if isinstance(kind, tuple) else kind
     raise OptionError(
@@ -181,25 +176,20 @@ def _call(
     trains: bool,
 ) -> dict[str, Any]:
     """The keyword arguments of a call; with labels if the head computes a loss."""
-    main = model.main_input_name
-    labelled = "labels" in inspect.signature(model.forward).parameters
+    main, side = model.main_input_name, getattr(config, "image_size", None)
     if main == "input_ids":
         longest = getattr(config.get_text_config(), "max_position_embeddings", None)
         length = sequence or min(longest or _LONGEST, _LONGEST)
         ids = torch.zeros(batch, length, dtype=torch.long, device="cpu")
-        call = {"input_ids": ids}
+        call, labels = {"input_ids": ids}, torch.zeros_like(ids)
         if getattr(config, "is_encoder_decoder", False):
             call["decoder_input_ids"] = torch.zeros_like(ids)
-        labels = torch.zeros_like(ids)
-    elif main == "pixel_values" and isinstance(
-        getattr(config, "image_size", None), int
-    ):
+    elif main == "pixel_values" and isinstance(side, int):
         if sequence is not None:
             raise OptionError(
                 f"{name}: {class_name(model)} takes images; leave out the sequence"
             )
-        side, channels = config.image_size, getattr(config, "num_channels", 3)
-        shape = batch, channels, side, side
+        shape = batch, getattr(config, "num_channels", 3), side, side
         call = {main: torch.zeros(shape, dtype=torch.float32, device="cpu")}
         labels = torch.zeros(batch, dtype=torch.long, device="cpu")
     else:
@@ -207,4 +197,5 @@ def _call(
             f"{name}: {class_name(model)} takes {main}, whose shape is not in its "
             f"configuration; {_FACTORY}"
         )
+    labelled = "labels" in inspect.signature(model.forward).parameters
     return {**call, "labels": labels} if labelled and trains else call

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,45 @@ class PlannedWay:
 
 
 @dataclass(frozen=True)
-class Plan(Result):
+class _Planned(Result):
+    """The facts that a plan for one device and one for a mesh both tell."""
+
+    model: str
+    device: str
+    hardware: str
+    memory: int | None
+    precision: str
+    optimizer: str
+    parameters: int
+    samples: int | None
+    tokens: int | None
+
+    def _batch(self) -> list[str]:
+        counts = {"samples": self.samples, "tokens": self.tokens}
+        return [f"{count:,} {unit}" for unit, count in counts.items() if count]
+
+    def _memory_rows(
+        self, held: Sequence[PlannedWay], copies: str
+    ) -> Iterator[list[str]]:
+        """A row for each kind of bytes that some way holds, and for what fits."""
+        sizes = {
+            "weights": [each.weights for each in held],
+            "gradients": [each.gradients for each in held],
+            "optimizer state": [each.optimizer for each in held],
+            "saved activations": [each.saved for each in held],
+            copies: [each.copies for each in held],
+            "peak memory": [each.peak for each in held],
+        }
+        for title, numbers in sizes.items():
+            if any(numbers):
+                yield [title, *map(bytes_text, numbers)]
+        if self.memory is not None:
+            fits = ["yes" if each.peak <= self.memory else "no" for each in held]
+            yield [f"fits {bytes_text(self.memory)}", *fits]
+
+
+@dataclass(frozen=True)
+class Plan(_Planned):
     """Predicted time and memory of a step, for a device that this machine may lack.
 
     `print(plan)` shows a table of 80 columns, and `plan.to_json()` writes the figures.
@@ -73,16 +111,7 @@ class Plan(Result):
         notes: sentences on parts of the model that the figures leave out.
     """
 
-    model: str
-    device: str
-    hardware: str
-    memory: int | None
-    precision: str
     trains: bool
-    optimizer: str
-    parameters: int
-    samples: int | None
-    tokens: int | None
     graphs: int
     ways: tuple[PlannedWay, ...]
     notes: tuple[str, ...]
@@ -111,25 +140,21 @@ class Plan(Result):
         """The sentences and tables of `print(plan)`."""
         yield Line(f"autoamp plan: {self.model}, {_large(self.parameters)} parameters")
         work = f"training with {self.optimizer}" if self.trains else "inference"
-        yield Line(", ".join([work, *_batch(self.samples, self.tokens)]))
-        yield Line(
-            f"predicted for {self.hardware}, compute dtype {self.precision}",
-        )
+        yield Line(", ".join([work, *self._batch()]))
+        yield Line(f"predicted for {self.hardware}, compute dtype {self.precision}")
         yield Table(["", *(way.name for way in self.ways)], [*self._rows()])
         yield from map(Line, (_PEAK, *self.notes))
 
     def _rows(self) -> Iterator[list[str]]:
-        if all(way.seconds is not None for way in self.ways):
+        seconds = [way.seconds for way in self.ways if way.seconds is not None]
+        if len(seconds) == len(self.ways):
             work = "time of a step" if self.trains else "time of a call"
-            yield [work, *(seconds_text(way.seconds or 0.0) for way in self.ways)]
-            speeds = [self.per_second(way) for way in self.ways]
-            if all(speed is not None for speed in speeds):
-                unit = "tokens" if self.tokens else "samples"
-                yield [
-                    f"{unit} a second",
-                    *(f"{speed or 0.0:,.0f}" for speed in speeds),
-                ]
-        yield from _memory_rows(self.ways, "low copies of weights", self.memory)
+            yield [work, *map(seconds_text, seconds)]
+        speeds = [speed for speed in map(self.per_second, self.ways) if speed]
+        if len(speeds) == len(self.ways):
+            unit = "tokens" if self.tokens else "samples"
+            yield [f"{unit} a second", *(f"{speed:,.0f}" for speed in speeds)]
+        yield from self._memory_rows(self.ways, "low copies of weights")
 
 
 @dataclass(frozen=True)
@@ -228,7 +253,7 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class MeshPlan(Result):
+class MeshPlan(_Planned):
     """A training step on a mesh of devices, predicted without any of them.
 
     `print(plan)` shows tables of 80 columns, and `plan.to_json()` writes the figures.
@@ -250,17 +275,8 @@ class MeshPlan(Result):
         notes: sentences on what was found and assumed.
     """
 
-    model: str
-    device: str
-    hardware: str
-    memory: int | None
-    precision: str
-    optimizer: str
-    parameters: int
     node: int
     network: int
-    samples: int | None
-    tokens: int | None
     layers: int
     linear: bool
     rewritten: bool
@@ -284,7 +300,7 @@ class MeshPlan(Result):
     def parts(self) -> Iterator[Line | Table]:
         """The sentences and tables of `print(plan)`."""
         names = [_SHORT.get(way.name, way.name) for way in self.ways]
-        batch = ", ".join(_batch(self.samples, self.tokens)) or "a call"
+        batch = ", ".join(self._batch()) or "a call"
         size = f"{self.parameters / 1e9:.3g} billion parameters"
         yield Line(f"autoamp plan: {self.model}, {size}")
         devices = f"{self.here.devices:,} x {self.hardware} ({self.here.mesh})"
@@ -316,7 +332,7 @@ class MeshPlan(Result):
         if self.tokens:
             yield ["tokens a second", *self.here.rates()]
         stages = [way.fullest for way in ways]
-        yield from _memory_rows(stages, "low or gathered weights", self.memory)
+        yield from self._memory_rows(stages, "low or gathered weights")
 
     def _scale_rows(self) -> Iterator[list[str]]:
         for scale in self.scales:
@@ -331,26 +347,6 @@ class MeshPlan(Result):
             yield ["", f"peak, {scale.mesh}", *peaks]
 
 
-def _memory_rows(
-    held: Sequence[PlannedWay], copies: str, memory: int | None
-) -> Iterator[list[str]]:
-    """A row for each kind of bytes that some way holds, and whether the peaks fit."""
-    sizes: Mapping[str, list[int]] = {
-        "weights": [each.weights for each in held],
-        "gradients": [each.gradients for each in held],
-        "optimizer state": [each.optimizer for each in held],
-        "saved activations": [each.saved for each in held],
-        copies: [each.copies for each in held],
-        "peak memory": [each.peak for each in held],
-    }
-    for title, numbers in sizes.items():
-        if any(numbers):
-            yield [title, *map(bytes_text, numbers)]
-    if memory is not None:
-        fits = ["yes" if each.peak <= memory else "no" for each in held]
-        yield [f"fits {bytes_text(memory)}", *fits]
-
-
 def _sent_rows(ways: Sequence[MeshWay], names: Sequence[str]) -> Iterator[list[str]]:
     """A row for the transfers of a way that are alike but for phase and size."""
     for way, name in zip(ways, names, strict=True):
@@ -358,22 +354,11 @@ def _sent_rows(ways: Sequence[MeshWay], names: Sequence[str]) -> Iterator[list[s
         for each in way.transfers:
             key = f"{each.axis} {each.kind} {each.dtype}", each.link
             alike.setdefault(key, []).append(each)
-        title = name
-        for (kind, link), rows in alike.items():
-            yield [
-                title,
-                kind,
-                link,
-                f"{sum(row.count for row in rows):,}",
-                bytes_text(sum(row.wire for row in rows)),
-                seconds_text(sum(row.seconds for row in rows)),
-            ]
-            title = ""
-
-
-def _batch(samples: int | None, tokens: int | None) -> list[str]:
-    counts = {"samples": samples, "tokens": tokens}
-    return [f"{count:,} {unit}" for unit, count in counts.items() if count]
+        for number, (key, rows) in enumerate(alike.items()):
+            count = f"{sum(row.count for row in rows):,}"
+            size = bytes_text(sum(row.wire for row in rows))
+            time = seconds_text(sum(row.seconds for row in rows))
+            yield ["" if number else name, *key, count, size, time]
 
 
 def _large(number: int) -> str:

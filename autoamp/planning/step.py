@@ -8,8 +8,9 @@ keeps the matrix of scores, which torch's kernels for CPUs and GPUs do not keep.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +21,11 @@ from autoamp import compat
 from autoamp.ask.stand_in import Call
 from autoamp.counted.flops import flops_of
 from autoamp.counted.saved import kept_by_functions, storage_key
+from autoamp.counted.traffic_rules import tensors_of
 from autoamp.dtypes import LOW_DTYPES, short_name
+from autoamp.errors import OptionError
 from autoamp.place.devices import Device
+from autoamp.printable import class_name, printable_line
 
 PHASES = ("forward", "backward")
 
@@ -143,7 +147,7 @@ class StepWatch(compat.CountingDispatch):
             and result.dtype in LOW_DTYPES.values()
             and storage_key(args[0]) in self._weights
         )
-        for each in tensors_in(result):
+        for each in tensors_of(result):
             self._allocated(each, is_copy=is_copy)
         if isinstance(func, torch._ops.OpOverload):
             self._note(func, args, kwargs, result)
@@ -156,7 +160,7 @@ class StepWatch(compat.CountingDispatch):
         if space == "prim" or (space.startswith("_c10d") and kind is None):
             return
         phase = PHASES[compat.inside_backward()]
-        taken, made = tensors_in((args, kwargs)), tensors_in(result)
+        taken, made = tensors_of((args, kwargs)), tensors_of(result)
         if space not in ("_c10d_functional", "c10d"):
             took = _nanoseconds(func, args, kwargs, result, self._device)
             self.nanoseconds[phase] += took
@@ -190,7 +194,7 @@ def _nanoseconds(
 ) -> float:
     """The predicted time of one op: a launch, and the longer of bytes and flops."""
     name = func.overloadpacket.__name__
-    taken, made = tensors_in((args, kwargs)), tensors_in(result)
+    taken, made = tensors_of((args, kwargs)), tensors_of(result)
     if name.startswith(_FREE) or _is_view(func, taken, made):
         return 0.0
     written = sum(map(_bytes, made))
@@ -207,10 +211,9 @@ def _nanoseconds(
 
 
 def _is_view(func: Any, taken: list[Tensor], made: list[Tensor]) -> bool:
-    if compat.schema(func).is_mutable:
-        return False
     known = {storage_key(own_part(each)) for each in taken}
-    return all(storage_key(own_part(each)) in known for each in made)
+    aliases = all(storage_key(own_part(each)) in known for each in made)
+    return aliases and not compat.schema(func).is_mutable
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -225,11 +228,6 @@ def _shapes(tensors: Iterable[Tensor]) -> str:
 # -- tensors ---------------------------------------------------------------------------
 
 
-def tensors_in(values: Any) -> list[Tensor]:
-    """The tensors among nested values."""
-    return [each for each in pytree.tree_leaves(values) if isinstance(each, Tensor)]
-
-
 def own_part(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, or `tensor` itself."""
     with torch.no_grad():
@@ -238,7 +236,7 @@ def own_part(tensor: Tensor) -> Tensor:
 
 def bytes_of(tensors: Any) -> int:
     """Bytes of the distinct storages of nested tensors, of this rank's parts."""
-    parts = [*map(own_part, tensors_in(tensors))]
+    parts = [*map(own_part, tensors_of(tensors))]
     sizes = {storage_key(each): each.untyped_storage().nbytes() for each in parts}
     return sum(sizes.values())
 
@@ -291,3 +289,67 @@ def _fake_like(real: Tensor, mode: compat.FakeTensorMode) -> Tensor:
     if isinstance(real, nn.Parameter):
         return nn.Parameter(made, requires_grad=real.requires_grad)
     return made.requires_grad_(real.requires_grad)
+
+
+# -- the optimizer ---------------------------------------------------------------------
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+OPTIMIZERS: dict[str, Make | None] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "none": None,
+}
+"""The names that `optimizer=` takes."""
+
+
+class OptimizerCost(NamedTuple):
+    """The class of an optimizer, the bytes of its state, and those that a step moves.
+
+    A step reads and writes each weight and each state, and reads each gradient.
+    """
+
+    name: str = "no optimizer"
+    state: int = 0
+    moved: int = 0
+
+
+def optimizer_cost(
+    parameters: Sequence[nn.Parameter], optimizer: str | Make
+) -> OptimizerCost:
+    """The cost of an optimizer, by its name or by a function that makes it.
+
+    Raises:
+        OptionError: there is no such optimizer, or it cannot step on the meta device.
+    """
+    if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
+        raise OptionError(
+            f"optimizer={optimizer!r} is not one of {', '.join(OPTIMIZERS)}; give one "
+            "of these, or a function from a list of parameters to an optimizer"
+        )
+    make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    trained = [_on_meta(each) for each in parameters if each.requires_grad]
+    if make is None or not trained:
+        return OptimizerCost()
+    try:
+        made = make(trained)
+        made.step()
+    except Exception as error:
+        raise OptionError(
+            f"the optimizer cannot step on the meta device: {said_by(error)}; give "
+            'optimizer="none", or an optimizer with foreach=False and fused=False'
+        ) from error
+    state, size = bytes_of(list(made.state.values())), bytes_of(trained)
+    return OptimizerCost(class_name(made), state, 2 * (size + state) + size)
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    made = nn.Parameter(torch.empty_like(parameter, device="meta"))
+    made.grad = torch.empty_like(made)
+    return made
+
+
+def said_by(error: Exception) -> str:
+    """The class and the text of an error, on one line of a message."""
+    return printable_line(f"{type(error).__name__}: {error}", 300)

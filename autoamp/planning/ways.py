@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.ask.examine import Examiner, examined
+from autoamp.ask.examine import examined
 from autoamp.ask.stand_in import Call, default_loss, floats_of
 from autoamp.counted.saved import storage_key
+from autoamp.counted.traffic_rules import tensors_of
 from autoamp.dtypes import LOW_DTYPES, short_name
 from autoamp.inspect.report import Report
 from autoamp.kernels.table import TOGETHER
@@ -25,13 +26,7 @@ from autoamp.model.reporting import report_of
 from autoamp.options import Options
 from autoamp.pipeline.prepared import Prepared
 from autoamp.place.devices import Device
-from autoamp.planning.step import (
-    StepWatch,
-    own_part,
-    places_of,
-    tensors_in,
-    without_memory,
-)
+from autoamp.planning.step import StepWatch, own_part, places_of, without_memory
 
 FP32, AUTOCAST, AUTOAMP = "fp32", "torch.autocast", "autoamp"
 WAYS = (FP32, AUTOCAST, AUTOAMP)
@@ -96,130 +91,111 @@ def steps_of(
         layer: a layer whose result is the boundary between two stages.
         names: the ways that are wanted.
     """
-    run = {FP32: _in_fp32, AUTOCAST: _under_autocast, AUTOAMP: _with_autoamp}
+    found = {}
     with left_as_it_is(model), without_memory(model, call) as given:
         model.train(setting.trains)
-        step = _Step(model, given, setting, layer)
-        found = {}
         for name in names:
             tell(f"running a step {_WORDS[name]}")
-            found[name] = run[name](step)
+            if name == AUTOAMP:
+                found[name] = _with_autoamp(model, given, setting)
+            else:
+                found[name] = _with_own_code(model, given, setting, name, layer)
     return found
 
 
 _WORDS = {FP32: "in fp32", AUTOCAST: "under torch.autocast", AUTOAMP: "with autoamp"}
 
-
-class _Step:
-    """Runs one model on one call."""
-
-    def __init__(
-        self, model: nn.Module, call: Call, setting: Setting, layer: nn.Module | None
-    ) -> None:
-        self.model, self.call, self.setting = model, call, setting
-        self._layer = layer
-        self._weights = [
-            t for p in places_of(model) for t in p.values() if t is not None
-        ]
-        self._boundary: Boundary = (0, "")
-
-    def run(
-        self,
-        called: nn.Module,
-        region: Callable[[], contextlib.AbstractContextManager[Any]],
-        copies: Iterable[Tensor] = (),
-    ) -> tuple[StepWatch, StepWatch]:
-        """Runs the step, and on a mesh again with its own gradients."""
-        parameters = parameters_of(called)
-        # DTensors run each kind of op once on the shapes of the whole, to learn those
-        # of results.  So the steps of DTensors run twice, and the first are left out.
-        is_split = any(map(compat.is_distributed, parameters))
-        for _ in range(2 if is_split else 1):
-            try:
-                first = again = self._watched(called, region(), copies)
-                if self.setting.on_mesh:
-                    again = self._watched(called, region(), copies)
-            finally:
-                for parameter in parameters:
-                    parameter.grad = None
-        return first, again
-
-    def _watched(
-        self,
-        called: nn.Module,
-        region: contextlib.AbstractContextManager[Any],
-        copies: Iterable[Tensor],
-    ) -> StepWatch:
-        """One step, with the gradients that are there as they are."""
-        grads = [p.grad for p in parameters_of(called) if p.grad is not None]
-        given = [*tensors_in(self.call), *grads]
-        args, kwargs = self.call
-        watch = StepWatch(self._weights, given, copies, self.setting.device)
-        watch.run(
-            lambda: default_loss(called(*args, **kwargs)),
-            region,
-            trains=self.setting.trains,
-        )
-        return watch
-
-    def plain(
-        self, region: Callable[[], contextlib.AbstractContextManager[Any]]
-    ) -> WayStep:
-        """A step of the model's own code."""
-        hook = None
-        if self._layer is not None:
-            hook = self._layer.register_forward_hook(self._gave)
-        try:
-            first, again = self.run(self.model, region)
-        finally:
-            if hook is not None:
-                hook.remove()
-        return WayStep(first, again, boundary=self._boundary)
-
-    def _gave(self, _: Any, __: Any, result: Any) -> None:
-        floats = [own_part(each) for each in floats_of(result)]
-        if floats:
-            self._boundary = floats[0].nbytes, short_name(floats[0].dtype)
+_Region = contextlib.AbstractContextManager[Any]
 
 
-def _in_fp32(step: _Step) -> WayStep:
-    return step.plain(contextlib.nullcontext)
+def _with_own_code(
+    model: nn.Module, call: Call, setting: Setting, name: str, layer: nn.Module | None
+) -> WayStep:
+    """A step of the model's own code, in fp32 or under `torch.autocast`."""
+    boundary: Boundary = 0, ""
+
+    def gave(_: Any, __: Any, result: Any) -> None:
+        nonlocal boundary
+        for each in floats_of(result)[:1]:
+            part = own_part(each)
+            boundary = part.nbytes, short_name(part.dtype)
+
+    def region() -> _Region:
+        return contextlib.nullcontext() if name == FP32 else _autocast(setting)
+
+    hook = None if layer is None else layer.register_forward_hook(gave)
+    try:
+        first, again = _watched(model, call, setting, region)
+    finally:
+        if hook is not None:
+            hook.remove()
+    return WayStep(first, again, boundary=boundary)
 
 
-def _under_autocast(step: _Step) -> WayStep:
-    return step.plain(lambda: _autocast(step.setting))
+def _with_autoamp(model: nn.Module, call: Call, setting: Setting) -> WayStep:
+    """A step of the graphs that `convert` would make.
 
-
-def _with_autoamp(step: _Step) -> WayStep:
-    setting, (args, kwargs) = step.setting, step.call
+    Graphs that cannot be rewritten run as captured; on a mesh under autocast, as
+    `convert` runs them.
+    """
     # The few numbers that loss scaling adds to a graph's inputs are left out.
     options = setting.options.replace(loss_scale="off")
     if setting.on_mesh:
         options = options.replace(unfused=(*options.unfused, TOGETHER))
-    with examined(step.model, options, setting.low, setting.device) as (twin, engine):
+    with examined(model, options, setting.low, setting.device) as (twin, engine):
         copies = _LowCopies(setting.low)
         engine.play = copies.play
+        as_captured = engine.as_captured
+
+        def by_autocast(prepared: Any, args: Any) -> Any:
+            with _autocast(setting):
+                return as_captured(prepared, args)
+
         if setting.on_mesh:
-            _run_the_rest_by_autocast(engine, setting)
-        capture_now(twin, args, kwargs)
+            engine.as_captured = by_autocast  # type: ignore[method-assign]
+        capture_now(twin, *call)
         graphs = engine.record.graphs
         rewritten = bool(graphs) and all(each.rewritten is not None for each in graphs)
         made = [*copies.made.values()]
-        first, again = step.run(twin, contextlib.nullcontext, made)
+        first, again = _watched(twin, call, setting, contextlib.nullcontext, made)
         report = report_of(engine.record, None, setting.device.name)
     kept = sum(own_part(each).nbytes for each in made)
     return WayStep(first, again, kept, report=report, rewritten=rewritten)
 
 
-def _run_the_rest_by_autocast(engine: Examiner, setting: Setting) -> None:
-    """Graphs that cannot be rewritten run under autocast, as `convert` runs them."""
-    as_captured = engine.as_captured
+def _watched(
+    model: nn.Module,
+    call: Call,
+    setting: Setting,
+    region: Callable[[], _Region],
+    copies: Iterable[Tensor] = (),
+) -> tuple[StepWatch, StepWatch]:
+    """Runs a step, and on a mesh again with its own gradients."""
+    parameters, (args, kwargs) = parameters_of(model), call
+    held = [each for place in places_of(model) for each in place.values()]
 
-    def by_autocast(prepared: Any, args: Any) -> Any:
-        with _autocast(setting):
-            return as_captured(prepared, args)
+    def watched() -> StepWatch:
+        given = tensors_of([call, [each.grad for each in parameters]])
+        watch = StepWatch(tensors_of(held), given, copies, setting.device)
+        watch.run(
+            lambda: default_loss(model(*args, **kwargs)),
+            region(),
+            trains=setting.trains,
+        )
+        return watch
 
-    engine.as_captured = by_autocast  # type: ignore[method-assign]
+    # DTensors run each kind of op once on the shapes of the whole, to learn those of
+    # results.  So the steps of DTensors run twice, and the first are left out.
+    is_split = any(map(compat.is_distributed, parameters))
+    for _ in range(2 if is_split else 1):
+        try:
+            first = again = watched()
+            if setting.on_mesh:
+                again = watched()
+        finally:
+            for parameter in parameters:
+                parameter.grad = None
+    return first, again
 
 
 class _LowCopies:
@@ -237,10 +213,7 @@ class _LowCopies:
         """Runs one graph on the arguments of a call."""
         slots = prepared.weights
         layouts = prepared.layouts or (torch.preserve_format,) * len(slots)
-        copies = [
-            self._copy(args[i], layout)
-            for i, layout in zip(slots, layouts, strict=True)
-        ]
+        copies = [self._copy(args[i], k) for i, k in zip(slots, layouts, strict=True)]
         return prepared.run(*args, *copies)
 
     def _copy(self, weight: Tensor, layout: torch.memory_format) -> Tensor:
@@ -272,11 +245,10 @@ tensors of a GPU, not even fake ones, so autocast of the CPU stands in.
 
 
 @contextlib.contextmanager
-def _autocast(setting: Setting) -> Any:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.autocast("cpu", dtype=setting.low))
-        if setting.device.type == "cuda":
-            stack.enter_context(_CudaAutocast())
+def _autocast(setting: Setting) -> Iterator[None]:
+    is_cuda = setting.device.type == "cuda"
+    inner = _CudaAutocast() if is_cuda else contextlib.nullcontext()
+    with torch.autocast("cpu", dtype=setting.low), inner:
         yield
 
 

@@ -1,4 +1,4 @@
-"""A step on many devices: extrapolated as captured whole, and split by hand."""
+"""A step on many devices: its links, extrapolated as captured whole, split by hand."""
 
 from __future__ import annotations
 
@@ -22,23 +22,43 @@ import autoamp_cli
 from autoamp import compat
 from autoamp.errors import OptionError
 from autoamp.options import Options
-from autoamp.place.devices import named_device
-from autoamp.planning import depth
-from autoamp.planning import mesh as on_mesh
-from autoamp.planning.depth import Line, line_of, stack_of, whole, with_layers
-from autoamp.planning.links import Link, Mesh
-from autoamp.planning.mesh import FSDP2, MESH_WAYS, Around, Rank, way_of
-from autoamp.planning.plan import plan_of
-from autoamp.planning.ranks import as_rank, parallelized
+from autoamp.place.devices import figures, named_device
+from autoamp.planning.mesh import (
+    FSDP2,
+    MESH_WAYS,
+    Link,
+    Mesh,
+    collective,
+    links_of,
+    parsed_mesh,
+    scaled,
+    way_of,
+)
+from autoamp.planning.named import named_model
+from autoamp.planning.plan import Asked, plan_of
+from autoamp.planning.ranks import (
+    DEPTHS,
+    Around,
+    Line,
+    Peak,
+    Rank,
+    as_rank,
+    line_of,
+    parallelized,
+    stack_of,
+    whole,
+    with_layers,
+)
 from autoamp.planning.step import Sent
 from autoamp.planning.ways import AUTOAMP, AUTOCAST, FP32, Setting, WayStep, steps_of
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 LAYERS = 7
 BF16 = torch.bfloat16
-LINK = Link("a link", 1.0, 0.0)
+LINKS = dict.fromkeys(("dp", "tp", "pp"), Link("a link", 1.0, 0.0))
 """A byte a nanosecond, and no latency."""
+SLOW = Link("slow", 2.0, 100.0)
 
 
 class Block(nn.Module):
@@ -65,41 +85,135 @@ class Deep(nn.Module):
         return self.head(x).square().mean()
 
 
+def deep(rows: int = 8, **asked: Any) -> tuple[Deep, Tensor]:
+    with torch.device("meta"):
+        return Deep(**asked), torch.empty(rows, 64)
+
+
 def setting() -> Setting:
     options = Options().replace(precision="bf16", do_no_harm=False)
     return Setting(options, BF16, named_device("cuda:sm_90", BF16), on_mesh=True)
+
+
+def llama(layers: int, *, heads: int, vocabulary: int) -> str:
+    return (
+        f"transformers:LlamaConfig(num_hidden_layers={layers}, hidden_size=64, "
+        f"intermediate_size=128, num_attention_heads={heads}, vocab_size={vocabulary})"
+    )
 
 
 def run(model: nn.Module, call: Any, **asked: Any) -> dict[str, WayStep]:
     return steps_of(model, call, setting(), **asked)
 
 
+def test_axes_come_in_any_order_and_may_be_left_out() -> None:
+    assert parsed_mesh("pp=4, dp=512,tp=8") == Mesh(512, 8, 4)
+    assert parsed_mesh("tp=2") == Mesh(1, 2, 1)
+    assert Mesh(512, 8, 4).devices == 16_384
+    assert parsed_mesh(str(Mesh(3, 2, 1))) == Mesh(3, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "'' is no axis"),
+        ("ep=2", "'ep=2' is no axis"),
+        ("dp=2,dp=4", "gives dp twice"),
+        ("dp=0", "dp=0 must be a whole number above 0"),
+        ("dp=1.5", "above 0"),
+        ("dp=²", "above 0"),
+        ("dp=1000,tp=1001", "has 1,001,000 devices"),
+        ("dp=" + "9" * 5000, "devices"),
+    ],
+)
+def test_a_text_that_names_no_mesh_is_refused(text: str, said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        parsed_mesh(text)
+
+
+def test_replicas_fill_the_devices_and_fewer_stages_fit_few() -> None:
+    mesh = Mesh(512, 8, 4)
+    assert scaled(mesh, 16_000) == Mesh(500, 8, 4)
+    assert scaled(mesh, 8) == Mesh(1, 8, 1)
+    assert scaled(Mesh(1, 2, 8), 8) == Mesh(1, 2, 4)
+    assert scaled(Mesh(1, 12, 1), 8) == Mesh(1, 6, 1)
+
+
+def test_an_axis_that_leaves_the_node_takes_the_network() -> None:
+    found = links_of(Mesh(dp=4, tp=2, pp=2), "cuda:sm_90", node=8, network=400)
+    speeds = {axis: (link.name, link.bytes_per_ns) for axis, link in found.items()}
+    inside = "NVLink 4", 450
+    assert speeds == {"tp": inside, "dp": inside, "pp": ("400 Gb/s", 50)}
+    found = links_of(Mesh(tp=16), "cuda:sm_90", node=8, network=100)
+    assert found["tp"].bytes_per_ns == 12.5
+
+
+def test_every_gpu_of_the_table_has_a_link() -> None:
+    gpus = [name for name, row in figures().items() if row["type"] == "cuda"]
+    assert all(links_of(Mesh(), f"cuda:{name}", 8, 400)["tp"].name for name in gpus)
+
+
+@pytest.mark.parametrize(
+    ("device", "node", "network", "said"),
+    [
+        ("cpu", 8, 400, "a mesh is planned for cuda:sm_70"),
+        ("cuda:sm_90", 0, 400, "devices of a node"),
+        ("cuda:sm_90", 8, 0, "gigabits a second"),
+    ],
+)
+def test_links_that_do_not_exist(
+    device: str, node: int, network: int, said: str
+) -> None:
+    with pytest.raises(OptionError, match=said):
+        links_of(Mesh(), device, node, network)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "devices", "wire", "took"),
+    [
+        # Of 800 bytes on four devices three of four parts go round; to reduce, twice.
+        ("all-gather", 800, 4, 600, 3 * 100 + 300),
+        ("reduce-scatter", 800, 4, 600, 3 * 100 + 300),
+        ("all-reduce", 800, 2, 800, 2 * 100 + 400),
+        ("send", 800, 4, 800, 100 + 400),
+        # A ring of 1,024 has 2,046 messages, two trees have 20.
+        ("all-reduce", 1024, 1024, 2 * 1023, 20 * 100 + 1024),
+        ("all-reduce", 8e9, 4, 12e9, 6 * 100 + 6e9),
+        ("all-reduce", 800, 1, 0, 0),
+    ],
+)
+def test_collectives_by_hand(
+    kind: str, size: float, devices: int, wire: float, took: float
+) -> None:
+    """At two bytes a nanosecond, and 100 ns for each message."""
+    assert collective(kind, size, devices, SLOW) == (wire, took)
+
+
+# -- one rank --------------------------------------------------------------------------
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(("rows", "head"), [(512, 2048), (4, 8)])
 def test_what_is_extrapolated_is_what_the_whole_takes(rows: int, head: int) -> None:
     """With many rows a step holds most in the head, with few where it ends."""
-    with torch.device("meta"):
-        model, x = Deep(head=head), torch.empty(rows, 64)
+    model, x = deep(rows, head=head)
     stack = stack_of(model)
     assert stack is model.layers
     seen = []
-    for count in depth.DEPTHS:
+    for count in DEPTHS:
         with with_layers(stack, count):
             assert len(model.layers) == count
             seen.append(run(model, ((x,), {}), layer=stack[0]))
     assert len(model.layers) == LAYERS
-    deep = run(model, ((x,), {}), layer=stack[0])
-    for name, step in deep.items():
+    every = run(model, ((x,), {}), layer=stack[0])
+    for name, step in every.items():
         line = line_of([each[name] for each in seen])
         assert line is not None
-        predicted, real = line.at(LAYERS), whole(step).at(LAYERS)
-        assert predicted.forward == pytest.approx(real.forward)
-        assert predicted.backward == pytest.approx(real.backward)
-        assert vars(predicted) | {"forward": 0, "backward": 0} == vars(real) | {
-            "forward": 0,
-            "backward": 0,
-        }
-    assert deep[FP32].boundary == (rows * 64 * 4, "fp32")
+        predicted, real = vars(line.at(LAYERS)), vars(whole(step).at(LAYERS))
+        for phase in ("forward", "backward"):
+            assert predicted.pop(phase) == pytest.approx(real.pop(phase))
+        assert predicted == real
+    assert every[FP32].boundary == (rows * 64 * 4, "fp32")
 
 
 def test_layers_that_differ_are_no_stack() -> None:
@@ -108,11 +222,17 @@ def test_layers_that_differ_are_no_stack() -> None:
     assert stack_of(model) is None
 
 
+class Bent(Deep):
+    """Computes more where it has many layers, which two depths cannot show."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.relu() if len(self.layers) > DEPTHS[1] else x)
+
+
 @pytest.mark.thorough
-def test_what_is_off_the_line_is_captured_whole(monkeypatch) -> None:
-    monkeypatch.setattr(on_mesh, "line_of", lambda _: None)
+def test_what_is_off_the_line_is_captured_whole() -> None:
     with torch.device("meta"):
-        model, x = Deep(), torch.empty(8, 64)
+        model, x = Bent(), torch.empty(8, 64)
     found = autoamp.plan(model, x, mesh="dp=2", device="cuda:sm_90")
     assert not found.linear
     assert "captured in all its depth" in str(found)
@@ -123,17 +243,7 @@ def test_what_is_off_the_line_is_captured_whole(monkeypatch) -> None:
 @pytest.mark.thorough
 def test_collectives_of_tensor_parallel_layers() -> None:
     """Each layer reduces twice forward; backward once for each product it splits."""
-    with torch.device("meta"):
-        config = transformers.LlamaConfig(
-            num_hidden_layers=2,
-            hidden_size=64,
-            intermediate_size=128,
-            num_attention_heads=4,
-            vocab_size=64,
-        )
-        model = transformers.LlamaForCausalLM(config)
-        ids = torch.zeros(1, 16, dtype=torch.long)
-    call = ((), {"input_ids": ids, "labels": ids})
+    model, call = named_model(llama(2, heads=4, vocabulary=64), sequence=16)
     with as_rank(1, 2):
         parallelized(model, 2)
         step = run(model, call, names=[FP32, AUTOCAST])
@@ -151,17 +261,8 @@ def test_collectives_of_tensor_parallel_layers() -> None:
 @pytest.mark.thorough
 def test_values_are_sent_as_autocast_sends_them_or_lower() -> None:
     """A rank's part is cheap to cast, and still nothing is widened before a gather."""
-    with torch.device("meta"):
-        config = transformers.LlamaConfig(
-            num_hidden_layers=1,
-            hidden_size=64,
-            intermediate_size=128,
-            num_attention_heads=8,
-            vocab_size=1024,
-        )
-        model = transformers.LlamaForCausalLM(config)
-        ids = torch.zeros(4, 64, dtype=torch.long)
-    call = ((), {"input_ids": ids, "labels": ids})
+    name = llama(1, heads=8, vocabulary=1024)
+    model, call = named_model(name, batch=4, sequence=64)
     with as_rank(0, 8):
         parallelized(model, 8)
         step = run(model, call, names=[AUTOCAST, AUTOAMP])
@@ -173,31 +274,28 @@ def test_values_are_sent_as_autocast_sends_them_or_lower() -> None:
         assert 0 < ours <= theirs
 
 
-def test_a_process_group_of_the_users_is_refused() -> None:
+def test_a_rank_that_cannot_be_pretended_is_refused(monkeypatch) -> None:
     refused = pytest.raises(OptionError, match="a process group is up")
     with as_rank(0, 2), refused, as_rank(0, 2):
         pass
     assert not distributed.is_initialized()
-
-
-def test_without_fake_groups_there_is_one_device_to_a_layer(monkeypatch) -> None:
     monkeypatch.setattr(compat, "begin_fake_group", lambda *_: False)
     with pytest.raises(OptionError, match="cannot pretend ranks"), as_rank(0, 2):
         pass
 
 
 @pytest.mark.parametrize(
-    ("plan", "tp", "said"),
+    ("plan", "said"),
     [
-        ({}, 2, "has no plan of tensor parallelism"),
-        ({"head": "by moonlight"}, 2, "the style 'by moonlight'"),
+        ({}, "has no plan of tensor parallelism"),
+        ({"head": "by moonlight"}, "the style 'by moonlight'"),
     ],
 )
-def test_models_that_cannot_be_split(plan: dict[str, str], tp: int, said: str) -> None:
+def test_models_that_cannot_be_split(plan: dict[str, str], said: str) -> None:
     model: Any = Deep()
     model.tp_plan = plan
-    with as_rank(0, tp), pytest.raises(OptionError, match=said):
-        parallelized(model, tp)
+    with as_rank(0, 2), pytest.raises(OptionError, match=said):
+        parallelized(model, 2)
 
 
 @pytest.mark.thorough
@@ -207,8 +305,7 @@ def test_what_does_not_divide_or_fit_is_named() -> None:
         OptionError, match="tp=3 does not divide num_attention_heads=32"
     ):
         autoamp.plan(name, mesh="tp=3", device="cuda:sm_90")
-    with torch.device("meta"):
-        model, x = Deep(6), torch.empty(8, 64)
+    model, x = deep(layers=6)
     with pytest.raises(OptionError, match="pp=7 is more than the 6 layers"):
         autoamp.plan(model, x, mesh="pp=7", device="cuda:sm_90")
 
@@ -236,7 +333,7 @@ def split(odd: int = -1) -> Any:
 
 @pytest.mark.thorough
 def test_ranks_that_part_are_named() -> None:
-    found = plan_of(lambda: split(odd=1), mesh="tp=2", device="cuda:sm_90")
+    found = plan_of(lambda: split(odd=1), Asked(mesh="tp=2", device="cuda:sm_90"))
     (said,) = [note for note in found.notes if "do not run the same ops" in note]
     assert "rank 0 and rank 1 differ in op 0: forward " in said
     assert ", but forward " in said
@@ -282,24 +379,15 @@ def test_graphs_on_dtensors_are_rewritten() -> None:
 
 
 def test_a_norm_of_heads_stays_whole() -> None:
-    with torch.device("meta"):
-        config = transformers.Qwen3Config(
-            num_hidden_layers=1,
-            hidden_size=64,
-            intermediate_size=128,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            head_dim=16,
-            vocab_size=64,
-        )
-        model = transformers.Qwen3ForCausalLM(config)
-        ids = torch.zeros(1, 16, dtype=torch.long)
+    name = llama(1, heads=4, vocabulary=64).replace("Llama", "Qwen3")
+    name = name.replace("(", "(num_key_value_heads=4, head_dim=16, ")
+    model, call = named_model(name, sequence=16)
     with as_rank(0, 2):
         parallelized(model, 2)
-        attention = model.model.layers[0].self_attn
+        attention: Any = model.get_submodule("model.layers.0.self_attn")
         assert not compat.is_distributed(attention.q_norm.weight)
         assert compat.is_distributed(attention.q_proj.weight)
-        step = run(model, ((), {"input_ids": ids, "labels": ids}), names=[FP32])
+        step = run(model, call, names=[FP32])
     # The norm sees the heads of this rank alone.
     assert any("fp32[1, 16, 2, 16]" in op for op in step[FP32].first.ops)
 
@@ -307,38 +395,28 @@ def test_a_norm_of_heads_stays_whole() -> None:
 # -- by hand ---------------------------------------------------------------------------
 
 
-def by_hand(sent: dict[Sent, int]) -> Rank:
+def by_hand(sent: dict[Sent, int] | None = None) -> Rank:
     """Four layers: each 10 bytes of weights, and a second forward and two backward."""
     values = {"saved": 6, "low": 5, "copies": 5, "forward": 1e9, "backward": 2e9}
-    peaks = {("most", "end"): 30, ("again", "end"): 20}
-    zero = {"saved": 1, "low": 0, "copies": 0, "forward": 0.0, "backward": 0.0}
-    slope: dict[Any, float] = {**values, **peaks, **sent}
-    at_zero: dict[Any, float] = {
-        **zero,
-        **dict.fromkeys(peaks, 3),
-        **dict.fromkeys(sent, 0),
-    }
-    step = Line(at_zero, slope)
+    peaks = {Peak("most", "end"): 30, Peak("again", "end"): 20}
+    slope: dict[Any, float] = {**values, **peaks, **(sent or {})}
+    at_zero = {**dict.fromkeys(slope, 0), "saved": 1, **dict.fromkeys(peaks, 3)}
     around, names = Around(4, 10, 8), (FP32, AUTOCAST, AUTOAMP)
     return Rank(
+        setting=setting(),
         layers=4,
-        linear=True,
         weights=around,
         trained=around,
-        state=2.0,
-        moved=0.0,
-        steps=dict.fromkeys(names, step),
+        steps=dict.fromkeys(names, Line(at_zero, slope)),
         boundary=dict.fromkeys(names, (10**9, "fp32")),
         rewritten=True,
-        gathers_low=True,
-        low="bf16",
-        bytes_per_ns=1.0,
+        state=2.0,
+        moved=0.0,
     )
 
 
 def test_one_stage_by_hand() -> None:
-    links = dict.fromkeys(("dp", "tp", "pp"), LINK)
-    found = way_of(by_hand({}), FP32, Mesh(), links, 1)
+    found = way_of(by_hand(), FP32, Mesh(), LINKS, 1)
     (stage,) = found.stages
     assert (stage.weights, stage.gradients, stage.optimizer) == (52, 52, 104)
     assert stage.peak == 52 + 104 + 4 * 30 + 3
@@ -348,15 +426,10 @@ def test_one_stage_by_hand() -> None:
 
 def test_stages_by_hand() -> None:
     """Two stages of two layers, four micro-batches of six seconds in each stage."""
-    links = dict.fromkeys(("dp", "tp", "pp"), LINK)
-    found = way_of(by_hand({}), FP32, Mesh(pp=2), links, 4)
+    found = way_of(by_hand(), FP32, Mesh(pp=2), LINKS, 4)
     first, last = found.stages
-    assert (first.name, first.weights, last.name, last.weights) == (
-        "first",
-        24,
-        "last",
-        28,
-    )
+    assert (first.name, first.weights) == ("first", 24)
+    assert (last.name, last.weights) == ("last", 28)
     assert (first.saved, last.saved) == (2 * 12, 13)
     # The first has two micro-batches under way.
     assert first.peak == 24 + 48 + 24 + (2 * 20 + 3) + 12
@@ -369,16 +442,14 @@ def test_stages_by_hand() -> None:
 
 def test_waiting_for_layers_and_replicas_by_hand() -> None:
     sent = {Sent("forward", "all-reduce", "bf16", 10**9): 1}
-    links = dict.fromkeys(("dp", "tp", "pp"), LINK)
-    found = way_of(by_hand(sent), FP32, Mesh(dp=2, tp=2), links, 1)
+    found = way_of(by_hand(sent), FP32, Mesh(dp=2, tp=2), LINKS, 1)
     assert found.within_layers == pytest.approx(4)
     assert found.exposed == 0  # 52 bytes are reduced in less than the backward
     assert {row.axis for row in found.transfers} == {"dp", "tp"}
 
 
 def test_shards_divide_what_is_held_by_hand() -> None:
-    links = dict.fromkeys(("dp", "tp", "pp"), LINK)
-    found = way_of(by_hand({}), FSDP2, Mesh(dp=4), links, 1)
+    found = way_of(by_hand(), FSDP2, Mesh(dp=4), LINKS, 1)
     (stage,) = found.stages
     assert (stage.weights, stage.gradients, stage.optimizer) == (13, 13, 26)
     # Two layers of 5 bytes and the root of 12 are gathered; copies are not kept.
@@ -396,9 +467,9 @@ def test_shards_divide_what_is_held_by_hand() -> None:
 
 def test_gradients_of_replicas_by_hand() -> None:
     """A bucket of DistributedDataParallel holds at most 25 MiB."""
-    links, large = dict.fromkeys(("dp", "tp", "pp"), LINK), Around(0, 15 * 2**20, 0)
-    rank = replace(by_hand({}), weights=large, trained=large)
-    (row,) = way_of(rank, FP32, Mesh(dp=4), links, 1).transfers
+    large = Around(0, 15 * 2**20, 0)
+    rank = replace(by_hand(), weights=large, trained=large)
+    (row,) = way_of(rank, FP32, Mesh(dp=4), LINKS, 1).transfers
     assert (row.kind, row.count, row.dtype) == ("all-reduce", 3, "fp32")
     assert row.wire == 60 * 2**20 * 2 * 3 // 4
     assert row.seconds == pytest.approx(row.wire * 1e-9)
@@ -406,10 +477,7 @@ def test_gradients_of_replicas_by_hand() -> None:
 
 # -- the whole -------------------------------------------------------------------------
 
-NAME = (
-    "transformers:LlamaConfig(num_hidden_layers=6, hidden_size=64, vocab_size=64, "
-    "intermediate_size=128, num_attention_heads=4)"
-)
+NAME = llama(6, heads=4, vocabulary=64)
 
 
 @pytest.mark.slow
@@ -440,8 +508,7 @@ def test_options_of_a_mesh_need_one() -> None:
 
 @pytest.mark.thorough
 def test_figures_have_the_weights_of_one_device() -> None:
-    with torch.device("meta"):
-        model, x = Deep(), torch.empty(8, 64)
+    model, x = deep()
     found = autoamp.plan(model, x, mesh="dp=8", device="cuda:sm_90")
     one = autoamp.plan(model, x, device="cuda:sm_90")
     for name in (FP32, AUTOCAST, AUTOAMP):

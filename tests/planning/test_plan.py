@@ -19,27 +19,16 @@ from autoamp.benchmark.meters import Held
 from autoamp.counted.saved import saved_bytes
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.place.devices import figures, memory_of
-from autoamp.planning import named
+from autoamp.planning.named import named_model
 from autoamp.planning.step import bytes_of
 from autoamp.planning.ways import AUTOAMP, AUTOCAST, FP32, IN_FP32
 from tests.small_models import BF16
 
 transformers = pytest.importorskip("transformers")
 
-GPT2 = {
-    "n_layer": 1,
-    "n_embd": 64,
-    "n_head": 2,
-    "vocab_size": 200,
-    "n_positions": 32,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-}
-GPT2_NAME = (
-    f"transformers:GPT2Config({', '.join(f'{k}={v!r}' for k, v in GPT2.items())})"
-)
+GPT2 = {"n_layer": 1, "n_embd": 64, "n_head": 2, "vocab_size": 200, "n_positions": 32}
+GPT2 |= {"bos_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+GPT2_NAME = f"transformers:GPT2Config({', '.join(f'{k}={v}' for k, v in GPT2.items())})"
 
 
 class Mlp(nn.Module):
@@ -137,12 +126,9 @@ def test_the_order_of_the_ways_and_their_peaks(gpt2: autoamp.Plan) -> None:
 def mlp() -> autoamp.Plan:
     with torch.device("meta"):
         model, x = Mlp(), torch.empty(4096, 512)
-    before = dict(model.named_parameters()), dict(model.named_buffers())
+    before = [*map(id, (*model.parameters(), *model.buffers()))]
     found = autoamp.plan(model, x, device="cuda:sm_80", optimizer="sgd")
-    after = dict(model.named_parameters()), dict(model.named_buffers())
-    assert [[*map(id, each.values())] for each in before] == [
-        [*map(id, each.values())] for each in after
-    ]
+    assert before == [*map(id, (*model.parameters(), *model.buffers()))]
     assert all(parameter.grad is None for parameter in model.parameters())
     return found
 
@@ -228,19 +214,18 @@ def test_a_config_file_and_a_type_of_model(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     file = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **GPT2}
     path.write_text(json.dumps({**file, "dtype": "bfloat16"}))
-    made = named.named_model(str(path), batch=3, sequence=None, trains=True)
-    assert type(made.model) is transformers.GPT2LMHeadModel
-    assert made.kwargs["input_ids"].shape == made.kwargs["labels"].shape == (3, 32)
-    assert {p.dtype for p in made.model.parameters()} == {torch.float32}
-    assert all(p.is_meta for p in made.model.parameters())
+    model, (_, kwargs) = named_model(str(path), batch=3)
+    assert type(model) is transformers.GPT2LMHeadModel
+    assert kwargs["input_ids"].shape == kwargs["labels"].shape == (3, 32)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert all(p.is_meta for p in model.parameters())
     small = "(hidden_size=32, num_attention_heads=2, num_hidden_layers=1)"
-    for name, kind in (("BertConfig", "BertForMaskedLM"), ("ViTConfig", None)):
-        made = named.named_model(
-            f"transformers:{name}{small}", batch=2, sequence=None, trains=False
-        )
-        assert "labels" not in made.kwargs
-        assert kind in (None, type(made.model).__name__)
-    assert made.kwargs["pixel_values"].shape == (2, 3, 224, 224)
+    for config, kind in (("BertConfig", "BertForMaskedLM"), ("ViTConfig", None)):
+        name = f"transformers:{config}{small}"
+        model, (_, kwargs) = named_model(name, batch=2, trains=False)
+        assert "labels" not in kwargs
+        assert kind in (None, type(model).__name__)
+    assert kwargs["pixel_values"].shape == (2, 3, 224, 224)
 
 
 @pytest.mark.parametrize(
@@ -249,9 +234,9 @@ def test_a_config_file_and_a_type_of_model(tmp_path: Path) -> None:
         ("transformers:NoSuchConfig()", "no configuration NoSuchConfig"),
         ("transformers:no-such", "no type of model 'no-such'"),
         ("transformers:GPT2Config(n_layer=open('x'))", "no literal"),
-        ("transformers:GPT2Config(__import__('os'))", "by keyword"),
+        ("transformers:GPT2Config(__import__('os'))", "a name with keywords"),
         ("transformers:os.system('true')", "write a name"),
-        ("transformers:GPT2Config(**{})", "write the keywords out"),
+        ("transformers:GPT2Config(**{})", "a name with keywords"),
         ("transformers:GPT2Config(", "write a name"),
         ("transformers:GPT2Config(n_embd=7, n_head=2)", "cannot be made"),
         ("transformers:Wav2Vec2Config()", "MODULE:FACTORY"),
@@ -261,7 +246,7 @@ def test_a_config_file_and_a_type_of_model(tmp_path: Path) -> None:
 )
 def test_a_wrong_name_is_told(name: str, problem: str) -> None:
     with pytest.raises(OptionError, match=problem.replace("(", r"\(")):
-        named.named_model(name, batch=1, sequence=None, trains=True)
+        named_model(name)
 
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
