@@ -48,8 +48,13 @@ def planned_for(
 
     asked = Asked(**wanted)
     if names_a_model(model):
-        size = {"batch": batch or 1, "sequence": sequence}
-        make: Any = partial(named_model, model, **size, trains=not asked.infer)
+        make: Any = partial(
+            named_model,
+            model,
+            batch=batch or 1,
+            sequence=sequence,
+            trains=not asked.infer,
+        )
     elif batch or sequence:
         raise Problem(
             f"{model} makes its own arguments: --batch and --sequence are for models "
