@@ -19,7 +19,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp import compat
 from autoamp.kernels.table import ATTENTION
 from autoamp.place.devices import Device
 from tests.spelled.attention import nano_gpt, timm, xformers
@@ -286,15 +285,6 @@ def test_a_hook_between_the_calls_sees_the_weights() -> None:
     ours.drop.register_forward_hook(lambda *given: weights.append(given[2].detach()))
     ours(given())
     assert weights[0].sum(-1).allclose(torch.ones(BATCH, HEADS, LENGTH), atol=1e-2)
-    assert attentions(ours) == 0
-
-
-def test_without_a_kernel_nothing_is_recognised(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(compat, "cpu_attention", lambda: None)
-    ours = converted(made(timm))
-    ours(given())
     assert attentions(ours) == 0
 
 

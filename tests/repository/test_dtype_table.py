@@ -1,1 +1,0 @@
-"""Holds no test any more: tests/repository/test_layering.py has the layers."""
