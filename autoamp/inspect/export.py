@@ -97,7 +97,10 @@ def to_json(report: Document) -> str:
         ],
     }
     saved["failed"] = failed
-    return json.dumps(saved, indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(saved, indent=1, ensure_ascii=False) + "\n"
+    # A name may hold a mark that turns writing round, or half a character.
+    plain = (c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
+    return "".join(plain)
 
 
 def _versions() -> dict[str, str]:

@@ -21,6 +21,7 @@ from autoamp.inspect.findings import advice_of, because_of
 from autoamp.inspect.page.data import page_of
 from autoamp.inspect.terminal import full_of, summary_of
 from autoamp.inspect.text import WIDTH, as_text, plain_console
+from autoamp.printable import printable
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -75,7 +76,7 @@ class Report(Document):
                 names.
         """
         name = node.name if isinstance(node, fx.Node) else node
-        return why.explain(why.find_section(self.sections, graph), name)
+        return printable(why.explain(why.find_section(self.sections, graph), name))
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The report as JSON, deterministic to the byte.
