@@ -290,6 +290,12 @@ class _SmallMask:
             return first if before == after else self._unknown()
         if name in ("slice", "select", "tril", "triu"):
             return self._shifted(node, name, first)
+        if name == "index":
+            return self._at_positions(node, first)
+        if name == "diff":
+            return self._steps(node, first)
+        if name == "cumsum" and not self._values[tensors[0]].any():
+            return _Elements(0)  # what is nothing at all small places is so anywhere
         if not any(self._elements[n].positions for n in tensors):
             tags = node.target.tags  # type: ignore[union-attr]
             known = torch.Tag.pointwise in tags or name in (*_BY_ELEMENT, *_SAME)
@@ -317,6 +323,27 @@ class _SmallMask:
             raise _UnknownError
         self._numbers += abs(by)
         return _Elements(first.positions, first.number + (abs(by) if is_part else 0))
+
+    def _at_positions(self, node: fx.Node, first: _Elements) -> _Elements:
+        """Elements of another place, each of whose positions is one of this place."""
+        for index in filter(None, argument(node, "indices")):
+            is_own = self._elements[index] == _Elements(1)
+            if not is_own or bool((self._values[index] < 0).any()):
+                raise _UnknownError
+        return first
+
+    def _steps(self, node: fx.Node, first: _Elements) -> _Elements:
+        """The difference of each element and the one before; of the first, another."""
+        before = argument(node, "prepend", None)
+        other = None if argument(node, "n", 1) != 1 else before
+        if not isinstance(other, fx.Node) or argument(node, "append", None) is not None:
+            raise _UnknownError
+        there, dim = self._elements[other], argument(node, "dim", -1)
+        if self._values[other].shape[dim] != 1:
+            raise _UnknownError
+        self._numbers += 1  # the first place is told from the others
+        number = first.number + there.number + 1
+        return _Elements(first.positions + there.positions, number)
 
     def _of_positions(self, node: fx.Node, name: str, first: _Elements) -> _Elements:
         """Sums, differences and comparisons of positions, and casts of them."""

@@ -56,7 +56,7 @@ def exported(
     [
         (lambda query, key: query >= key, (False, True)),
         (lambda query, key: ~(key > query), (False, True)),
-        (lambda query, key: query < query + key + 1, (False, False)),
+        (lambda query, key: query + key >= 0, (False, False)),
         (lambda query, key: (query >= key) & (query < key + 8), (True, False)),
         (lambda query, key: query <= key, (True, False)),
         (lambda query, key: query >= key * 2, (True, False)),

@@ -93,7 +93,6 @@ CAUSAL: dict[str, Mask] = {
 }
 
 FOR_KNOWN_SIZES = (
-    "packed",
     "repeated",
     "part of a larger one",
     "from the middle of one",
