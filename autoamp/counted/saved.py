@@ -46,7 +46,22 @@ class SavedBytes:
 def saved_bytes(
     forward: Callable[[], Any], parameters: Iterable[Tensor] = ()
 ) -> SavedBytes:
-    """The bytes that autograd saves while `forward()` runs.
+    """The bytes that autograd saves while `forward()` runs; see `tensors_saved`."""
+    weights = list(parameters)
+    kept = tensors_saved(forward, weights)
+    copies = [t for t in kept if any(_is_copy(t, weight) for weight in weights)]
+    return SavedBytes(*(sum(map(bytes_held, each)) for each in (kept, copies)))
+
+
+def bytes_held(tensor: Tensor) -> int:
+    """The bytes of the whole storage of a tensor."""
+    return tensor.untyped_storage().nbytes()
+
+
+def tensors_saved(
+    forward: Callable[[], Any], parameters: Iterable[Tensor] = ()
+) -> list[Tensor]:
+    """The tensors that autograd saves while `forward()` runs, without parameters.
 
     A storage counts once and whole, however many nodes save views of it.  Of a
     checkpointed region only the tensors that the checkpoint keeps count.  Dynamo
@@ -67,17 +82,10 @@ def saved_bytes(
         result = forward()
     for tensor in kept_by_functions(result):
         kept.setdefault(storage_key(tensor), tensor.detach())
-    weights = list(parameters)
-    for weight in weights:
-        kept.pop(storage_key(weight), None)
-    total = sum(t.untyped_storage().nbytes() for t in kept.values())
-    copies = sum(
-        t.untyped_storage().nbytes()
-        for t in kept.values()
-        if any(_is_copy(t, weight) for weight in weights)
-    )
     del result
-    return SavedBytes(total, copies)
+    for weight in parameters:
+        kept.pop(storage_key(weight), None)
+    return list(kept.values())
 
 
 def kept_by_functions(result: Any) -> list[Tensor]:
@@ -100,11 +108,11 @@ def kept_by_functions(result: Any) -> list[Tensor]:
 def _is_copy(tensor: Tensor, weight: Tensor) -> bool:
     if tensor.dtype not in LOW_DTYPES.values() or not weight.is_floating_point():
         return False
-    if tensor.untyped_storage().nbytes() != weight.numel() * tensor.itemsize:
+    if bytes_held(tensor) != weight.numel() * tensor.itemsize:
         return False
     return bool(torch.equal(_flat(tensor), _flat(weight).to(tensor.dtype)))
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    size = tensor.untyped_storage().nbytes() // tensor.itemsize
+    size = bytes_held(tensor) // tensor.itemsize
     return tensor.detach().as_strided((size,), (1,), 0)

@@ -141,6 +141,87 @@ def test_they_are_captured_whatever_calls_them(
     assert {op.module for op in products} <= paths
 
 
+def lightning_fit(manual: bool, **options: Any) -> nn.Module:
+    """A Lightning module that logs, validates and predicts, after two epochs."""
+    lightning = pytest.importorskip("pytorch_lightning")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        automatic_optimization = not manual
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            loss: Tensor = self.body(self.all_gather(batch[0])).square().mean()
+            self.log("loss", loss)
+            if manual:
+                self.optimizers().zero_grad()
+                self.manual_backward(loss)
+                self.optimizers().step()
+            return loss
+
+        def validation_step(self, batch: Any, _: int) -> None:
+            self.log("validation", self.body(batch[0]).mean())
+
+        def predict_step(self, batch: Any, _: int) -> Any:
+            return self.body(batch[0])
+
+        def configure_optimizers(self) -> Optimizer:
+            return SGD(self.parameters(), 0.05)
+
+    torch.manual_seed(0)
+    net, quiet = Module(), dict.fromkeys(["logger", "enable_checkpointing"], False)
+    quiet |= dict.fromkeys(["enable_progress_bar", "enable_model_summary"], False)
+    if options:
+        autoamp.convert(net, **options)
+    batches = torch.utils.data.TensorDataset(torch.randn(32, 8))
+    loader = torch.utils.data.DataLoader(batches, batch_size=16)
+    trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", **quiet)
+    trainer.fit(net, loader, loader)
+    assert len(trainer.predict(net, loader)) == 2
+    return net
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("manual", [True, False])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_lightning_module_that_logs(precision: Any, manual: bool, caplog) -> None:
+    plain = lightning_fit(manual)
+    net = lightning_fit(manual, precision=precision, **LOW)
+    for wide, low in zip(plain.parameters(), net.parameters(), strict=True):
+        assert not torch.equal(wide, low)
+        torch.testing.assert_close(low, wide, rtol=2**-5, atol=2**-7)
+    ops = autoamp.report(net).ops
+    assert {op.precision for op in ops if "linear" in op.name} == {precision}
+    assert not [each for each in caplog.records if each.name.startswith("autoamp")]
+
+
+class Branched(Net):
+    def _loss(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks[1](self.blocks[0](self.body(x)))).sum()
+
+
+@pytest.mark.thorough(but=["blocks.1"])
+@pytest.mark.parametrize("pattern", ["blocks.1", "body.*", "head", "blocks"])
+def test_patterns_name_them_from_the_root(pattern: str) -> None:
+    net = autoamp.convert(Branched(), precision="bf16", keep=[pattern], **LOW)
+    net._loss(torch.randn(4, 8))
+    ops = [op for op in autoamp.report(net).ops if op.name.startswith("linear")]
+    wide = {op.module for op in ops if op.precision == "fp32"}
+    stem = pattern.removesuffix(".*")
+    assert wide == {op.module for op in ops if op.module.startswith(stem)} != set()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_part_can_be_traced() -> None:
+    x, net = torch.randn(4, 8), Net()
+    expected = net.body(x)
+    autoamp.convert(net, precision="bf16", **LOW)
+    assert torch.equal(torch.jit.trace(net.body, x)(x), expected)
+
+
 def test_they_go_with_their_root() -> None:
     x, net = torch.randn(4, 8), Net()
     expected, keys = net._loss(x), net.state_dict().keys()
