@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -36,12 +37,12 @@ class Table(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Result:
+class Result(ABC):
     """Figures that can be printed, and written as JSON or markdown."""
 
+    @abstractmethod
     def parts(self) -> Iterator[Line | Table]:
         """The sentences and tables of `print(result)`, from the top down."""
-        raise NotImplementedError
 
     def document(self) -> dict[str, Any]:
         """The figures that `to_json` writes."""

@@ -54,7 +54,7 @@ def find_overflow_in(
     first, *others = files.found_in(folder)
     snapshot = files.read(first)
     facts = snapshot.facts
-    notes = [f"{len(others)} older snapshots are beside {first}"] if others else []
+    notes = [f"older snapshots beside {first}: {len(others)}"] if others else []
     model = checked_model(model)
     options = {**_options(snapshot, notes), **(given or {})}
     seen: list[Any] = []
