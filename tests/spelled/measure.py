@@ -53,16 +53,25 @@ Errors = dict[str, tuple[float, float]]
 """Our error and the largest that is allowed, by the name of a tensor."""
 
 
+DRAWS = {torch.rand, torch.randn, torch.rand_like, torch.randn_like}
+
+
 class Exact(TorchFunctionMode):
-    """What asks for fp32 gets float64."""
+    """What asks for fp32 gets float64; random numbers are those that fp32 draws."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is Tensor.float:
             return args[0].double()
+        kwargs = kwargs or {}
+        if func in DRAWS and kwargs.get("dtype") in (None, torch.float32):
+            return func(*args, **{**kwargs, "dtype": torch.float32}).double()
+        if func is torch.nn.functional.dropout:
+            kept = torch.ones_like(args[0], dtype=torch.float32)
+            return args[0] * func(kept, *args[1:], **kwargs).double()
         args, kwargs = pytree.tree_map(
-            lambda a: torch.float64 if a is torch.float32 else a, (args, kwargs or {})
+            lambda a: torch.float64 if a is torch.float32 else a, (args, kwargs)
         )
         return func(*args, **kwargs)
 
@@ -197,16 +206,34 @@ def compared(
     ]
     errors = {}
     for name, whole, exact in split(true, parts):
-        ends = [piece[name] for piece in pieces]
-        known = torch.stack([t.isfinite() for t in (exact, *ends[1:3])]).all(0)
-        if not known.any():
-            continue
-        size = norm(true[whole].double().nan_to_num(0.0, 0.0, 0.0)) or 1.0
-        off = [norm((t - exact)[known]) / size for t in ends]
-        mine, single, amp, once = (e if math.isfinite(e) else math.inf for e in off)
-        allowed = max(single, amp, once if math.isfinite(once) else 0.0)
-        errors[name] = mine, allowed
+        found = error(
+            exact, [p[name] for p in pieces], norm(finite(true[whole].double()))
+        )
+        if found is not None:
+            errors[name] = found
     return errors
+
+
+def finite(tensor: Tensor) -> Tensor:
+    return tensor.nan_to_num(0.0, 0.0, 0.0)
+
+
+def error(
+    exact: Tensor, ends: list[Tensor], size: float | None = None
+) -> tuple[float, float] | None:
+    """Our error and the largest allowed; None where no number is finite.
+
+    Args:
+        ends: ours, fp32's, autocast's, and others that ours may be as wrong as.
+        size: what errors are set in relation to; the norm of the truth if None.
+    """
+    known = torch.stack([t.isfinite() for t in (exact, *ends[1:3])]).all(0)
+    if not known.any():
+        return None
+    size = (norm(finite(exact)) if size is None else size) or 1.0
+    off = [norm((t - exact)[known]) / size for t in ends]
+    mine, single, amp, *others = (e if math.isfinite(e) else math.inf for e in off)
+    return mine, max(single, amp, *(e for e in others if math.isfinite(e)))
 
 
 def mean_squares(draws: list[Errors]) -> Errors:
