@@ -10,6 +10,7 @@ from collections.abc import Callable
 from torch import fx
 
 from autoamp.check import changes
+from autoamp.check.always import Footprint, check_always, footprint
 from autoamp.check.changes import May
 from autoamp.check.compare import differences
 from autoamp.check.gradient_units import check_scales, check_units
@@ -42,11 +43,30 @@ class Checks:
 
     def __init__(self) -> None:
         self._verifier: Verifier | None = None
+        self._seen: tuple[fx.GraphModule, Footprint] | None = None
 
     def _verifier_of(self, before: fx.GraphModule) -> Verifier:
         if self._verifier is None or self._verifier.original is not before:
             self._verifier = Verifier(before)
         return self._verifier
+
+    def always(self, was: Rewritten, now: Rewritten) -> None:
+        """The graph waits for nothing anew, sets nothing, and shares no more memory.
+
+        This check runs after every pass that edits a graph.
+        """
+        after = now.gm if now.code is was.code or now.code is None else now.code
+        if after is was.gm:
+            return
+        before = self._footprint(was.gm)
+        self._seen = after, footprint(after)
+        check_always(after, before, self._seen[1])
+
+    def _footprint(self, gm: fx.GraphModule) -> Footprint:
+        """That of `gm`, which as a rule is the graph that the pass before made."""
+        if self._seen is None or self._seen[0] is not gm:
+            self._seen = gm, footprint(gm)
+        return self._seen[1]
 
     def replaced(self, was: Rewritten, now: Rewritten) -> None:
         """Calls were replaced by calls that give the same numbers, and nothing else."""

@@ -1,10 +1,44 @@
-"""The list of passes, in the order in which they run.
+"""The passes, in the order in which they run: the whole of mixed precision on a graph.
 
-A captured graph goes in; the graph that is run comes out.  The passes that *see* find
-out what the graph computes, the passes that *decide* choose a precision for every
-op, the passes that *write* put casts into the graph, and the passes that *prepare* make
-the graph ready for its caller and its back end.  After each pass that edits the graph
-its check runs (`checks.py`), by code that shares nothing with the pass.
+A captured graph goes in, and the graph that is run comes out.
+
+ 1. The graph is brought to one ATen op per node, above autograd and autocast
+    (`normalise`).  The bodies of loops, branches and checkpoints go through the list
+    first, each by itself.
+ 2. A chain of calls for which torch has one kernel becomes that kernel (`kernels`); a
+    DTensor is handed over once for all its readers (`calls once`).
+ 3. Of each value is found out: its dtype, the memory it shares, who writes to it,
+    whether a gradient flows through it, the module and line of its op (`facts`).
+ 4. The rules give each op a category: allow, deny, infer or clear.  An op is pinned to
+    fp32 where its author, the user or its numbers ask for that, and where type
+    promotion under `torch.autocast` would leave it in fp32: no value is rounded that
+    autocast does not round (`classify`).
+ 5. Each op has a price in fp32 and in the compute dtype, and each cast has one: the
+    time, or the bytes, that it takes on this device (`price`).
+ 6. The placement is the minimum cut between "low" and "fp32": no other placement that
+    the rules allow costs less (`place`).
+ 7. Casts are inserted where a low value meets an fp32 op or the other way round, one
+    for all readers of a value, and what they cost is counted again from the emitted
+    graph (`casts`); nodes that do nothing go (`clean up`).
+ 8. A cast of a weight becomes an input of the graph, since one copy serves until the
+    optimizer's next step (`hoist`); DTensors are gathered in the compute dtype
+    (`gathers`).
+ 9. In fp16 the gradients that enter the graph are multiplied by the loss scale, and
+    those that leave it are divided by it and watched for infinities (`edge`).
+10. Calls are replaced by functions that compute the same, truer or faster, and
+    convolutions read the layout that is fastest (`attention` to `together`).
+11. The graph is given back as its caller needs it: with the model's calls on DTensors
+    (`meshes`), and as code for eager PyTorch (`bindings`) or for a compiler (`for
+    compilers`).
+
+The passes that *see* (2, 3) and *decide* (4 to 6) put no cast into the graph; those
+that *write* (7) do; those that *prepare* (8 to 11) make the graph ready for its caller.
+A pass says how it changes rounding, and most passes leave every number as it is.  After
+each pass that edits the graph two checks run, by code that shares nothing with the
+pass: the pass's own (`checks.py`), and what no pass may do (`check/always.py`).
+
+The categories are those of TensorFlow's `auto_mixed_precision.cc`; the cut (5, 6) stands
+where that pass paints its graph from op to op.
 """
 
 from __future__ import annotations
@@ -71,6 +105,8 @@ class Pass:
         phase: the part of the list.
         check: raises where the pass broke its word; given the checks of this run, and
             the records before and after.  A pass that edits no graph has none.
+        rounding: how the pass changes the rounding of numbers; "" where every number
+            that the graph computes stays as it is.
         without: the report's words about a graph that goes without the pass.  Where the
             pass or its check fails, the pass runs again and leaves the nodes that the
             error names as they are; in the end it is left out.  A graph cannot go
@@ -83,6 +119,7 @@ class Pass:
     run: Callable[[Rewritten], Rewritten]
     phase: Phase
     check: Callable[[Checks, Rewritten, Rewritten], None] | None = None
+    rounding: str = ""
     without: str = ""
     needs_memory: bool = False
 
@@ -289,6 +326,7 @@ PASSES = (
         _kernels,
         _SEE,
         Checks.replaced,
+        rounding="a kernel rounds once, where each call it replaces rounded",
         without="chains of calls stay as they are written",
         needs_memory=True,
     ),
@@ -302,7 +340,12 @@ PASSES = (
     Pass(_classify, _DECIDE),
     Pass(_price, _DECIDE),
     Pass(_place, _DECIDE),
-    Pass(_casts, _WRITE, Checks.recounted),
+    Pass(
+        _casts,
+        _WRITE,
+        Checks.recounted,
+        rounding="what low ops read and give is rounded to the compute dtype",
+    ),
     Pass(_clean_up, _WRITE, Checks.same_program),
     Pass(
         _hoist,
@@ -316,11 +359,17 @@ PASSES = (
         differs_only(changes.GATHERS),
         without="DTensors are gathered in fp32 and cast then",
     ),
-    Pass(_edge, _PREPARE, Checks.edge),
+    Pass(
+        _edge,
+        _PREPARE,
+        Checks.edge,
+        rounding="a loss scale that is no power of two rounds gradients",
+    ),
     Pass(
         _attention,
         _PREPARE,
         Checks.replaced,
+        rounding="the backward computes in fp32 inside",
         without="its attention has torch's backward",
         needs_memory=True,
     ),
@@ -328,6 +377,7 @@ PASSES = (
         _softmax,
         _PREPARE,
         Checks.replaced,
+        rounding="the backward computes in fp32 inside",
         without="its softmax has torch's backward",
         needs_memory=True,
     ),
@@ -335,6 +385,7 @@ PASSES = (
         _norms,
         _PREPARE,
         Checks.replaced,
+        rounding="norms compute in fp32 inside, and sum their gradients in fp32",
         without="its norms are torch's",
         needs_memory=True,
     ),
@@ -342,6 +393,7 @@ PASSES = (
         _rotary,
         _PREPARE,
         Checks.replaced,
+        rounding="the embedding computes in fp32 inside",
         without="its rotary embeddings stay as they are written",
         needs_memory=True,
     ),
@@ -356,6 +408,7 @@ PASSES = (
         _layouts,
         _PREPARE,
         Checks.laid_out,
+        rounding="kernels for another layout may sum in another order",
         without="its convolutions read the layout they are given",
         needs_memory=True,
     ),
@@ -377,6 +430,7 @@ PASSES = (
         _for_compilers,
         _PREPARE,
         Checks.for_compilers,
+        rounding="a compiler may keep in fp32 what eager PyTorch rounds",
         without="the compiler gets the graph in another form",
     ),
 )

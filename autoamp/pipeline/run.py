@@ -226,6 +226,7 @@ def _passed(each: Pass, work: Rewritten, checks: Checks) -> Rewritten:
                 now = each.run(replace(work, left=frozenset(left)))
             if each.check is not None:
                 with _timed(work.seconds, f"check of {each.name}"):
+                    checks.always(work, now)
                     each.check(checks, work, now)
             break
         except LeaveOut:
