@@ -105,11 +105,11 @@ def check_always(after: fx.GraphModule, was: Footprint, now: Footprint) -> None:
     Raises:
         VerificationError: `after` waits, sets a state, or shares memory anew.
     """
-    for does, old, new in (
-        ("waits for the device", was.waits, now.waits),
-        ("sets a state of the process", was.sets, now.sets),
+    for does, more in (
+        ("waits for the device", now.waits - was.waits),
+        ("sets a state of the process", now.sets - was.sets),
     ):
-        if more := new - old:
+        if more:
             nodes = [n for n in after.graph.nodes if n.target in more]
             names = [n.name for n in nodes]
             raise VerificationError(f"{where(nodes[-1])} {does}", nodes=names)
@@ -118,14 +118,14 @@ def check_always(after: fx.GraphModule, was: Footprint, now: Footprint) -> None:
             f"the graph gives {len(now.memory)} results and gave {len(was.memory)}"
         )
     met: dict[fx.Node, int] = {}
-    for at, (old, new) in enumerate(zip(was.memory, now.memory, strict=True)):
-        first = met.setdefault(new, at)
-        if was.memory[first] is not old:
-            shown, names = f"result {first}", [new.name]
-            raise VerificationError(f"result {at} shows {shown}'s memory", nodes=names)
-        if new.op in _GIVEN and old.op not in _GIVEN:
-            told = f"result {at} shows the memory of {where(new)}"
-            raise VerificationError(told, nodes=[new.name])
+    for at, (memory, shown) in enumerate(zip(was.memory, now.memory, strict=True)):
+        first = met.setdefault(shown, at)
+        if was.memory[first] is not memory:
+            told = f"result {at} shows the memory of result {first}"
+            raise VerificationError(told, nodes=[shown.name])
+        if shown.op in _GIVEN and memory.op not in _GIVEN:
+            told = f"result {at} shows the memory of {where(shown)}"
+            raise VerificationError(told, nodes=[shown.name])
 
 
 _GIVEN = ("placeholder", "get_attr")

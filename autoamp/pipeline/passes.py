@@ -37,8 +37,8 @@ A pass says how it changes rounding, and most passes leave every number as it is
 each pass that edits the graph two checks run, by code that shares nothing with the
 pass: the pass's own (`checks.py`), and what no pass may do (`check/always.py`).
 
-The categories are those of TensorFlow's `auto_mixed_precision.cc`; the cut (5, 6) stands
-where that pass paints its graph from op to op.
+The categories are those of TensorFlow's `auto_mixed_precision.cc`; the cut (5, 6)
+stands where that pass paints its graph from op to op.
 """
 
 from __future__ import annotations
