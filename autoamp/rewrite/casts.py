@@ -286,6 +286,10 @@ class Uses:
         self._copies = copies
         self._weight_storage = {facts.nodes[w].storage for w in facts.weights}
         self._low_reads = _count_low_reads(classified, lowered)
+        # A view is one node for its readers in all regions; casts are not.
+        self._reads_of_views: Counter[str] = Counter()
+        for (value, _, _), reads in self._low_reads.items():
+            self._reads_of_views[value] += reads
         self._shared: dict[tuple[str, int, int], Iterator[fx.Node]] = {}
 
     def use_of_copy(
@@ -317,7 +321,7 @@ class Uses:
             fact.storage not in self._weight_storage
             or not (fact.requires_grad and reader.requires_grad)
             or fact.storage in self._facts.mutated
-            or self._low_reads[value, fact.region, 0] < 2
+            or self._reads_of_views[value] < 2
             or dtype_of(self._emitted.new[value]) != self._low
         ):
             return None

@@ -1,4 +1,4 @@
-"""The text of a graph before and after one pass, as the examples print it.
+"""The text of a graph before and after one pass, as the golden files have it.
 
 One line for each node, with the dtype of its result:
 
@@ -8,14 +8,14 @@ One line for each node, with the dtype of its result:
     return relu
 
 An op of torch is `aten.relu`; a Python function that calls ops is `relu`.  Attention's
-name is cut to `sdpa`.
+name is cut to `sdpa`.  Under the graph stands what else the pass found out.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from inspect import cleandoc
 from typing import Any
 
 import torch
@@ -27,11 +27,14 @@ from autoamp.dtypes import parse_low_dtype
 from autoamp.op_names import base_name
 from autoamp.options import Options
 from autoamp.pipeline.checks import Checks
-from autoamp.pipeline.passes import PASSES, Phase, copies_of, takes_our_ops
+from autoamp.pipeline.passes import PASSES, Pass, Phase, copies_of, takes_our_ops
 from autoamp.pipeline.run import _begun, _passed, _settled
+from autoamp.place.devices import Device
 from autoamp.rewrite.rewritten import Rewritten, Setting
 from autoamp.trace.normalise import normalise
 from tests.one_rank import one_rank
+
+__all__ = ["PASSES", "Device", "Example", "document"]
 
 _SHORT = {
     torch.float32: "f32",
@@ -44,46 +47,60 @@ _SHORT = {
 
 @dataclass(frozen=True)
 class Example:
-    """A tiny program, and the text of its graph before and after one pass.
+    """A tiny program, and how it is run up to one pass.
 
     Attributes:
-        of: the name of the pass.
         program: a function of tensors.
         given: the inputs of the program, by their names.
-        before, after: the texts.
-        precision: the compute dtype.
         scaled: whether gradients are scaled at the edge of the graph.
-        backend: what runs the graph.
+        priced: whether casts of weights have a price, as for a graph that stands alone.
         on_mesh: how inputs that are DTensors lie on a mesh of one rank.
+        options: the options of a conversion that are not the usual ones.
     """
 
-    of: str
     program: Callable[..., Any]
     given: Mapping[str, Tensor]
-    before: str
-    after: str
-    precision: str = "bf16"
     scaled: bool = False
-    backend: str = "eager"
+    priced: bool = False
     on_mesh: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def expected(self) -> tuple[str, str]:
-        """The texts without their indentation."""
-        return cleandoc(self.before), cleandoc(self.after)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def texts(example: Example) -> tuple[str, str]:
-    """The graph of an example before its pass, and after it."""
+def document(shown: Pass, examples: list[Example]) -> str:
+    """All that is to be said of a pass: what holds after it, and each example."""
+    parts = [f"{shown.name}\n\n{shown.run.__doc__}"]
+    if shown.without:
+        parts[0] += f"\nWhere the pass fails: {shown.without}."
+    for example in examples:
+        source = inspect.getsource(example.program)
+        told = [f"{k}={v!r}" for k, v in example.options.items()]
+        told += ["loss_scale"] * example.scaled + [
+            "casts have a price"
+        ] * example.priced
+        told += [f"{name} on a mesh" for name in example.on_mesh]
+        title = " ".join(filter(None, (example.program.__name__, *told)))
+        before, after, found = texts(shown, example)
+        assert found or before != after, f"{shown.name} changes nothing in {title}"
+        changed = ("-- before", "-- after") if before != after else ("-- the graph", "")
+        graphs = [f"{changed[0]} --\n{before}"]
+        graphs += [f"{changed[1]} --\n{after}"] * (before != after)
+        graphs += [f"-- found --\n{found}"] * bool(found)
+        heading = f"{'=' * 88}\n{title}\n\n{source[source.index('def ') :].rstrip()}"
+        parts += [heading, *graphs]
+    return "\n\n".join(parts) + "\n"
+
+
+def texts(shown: Pass, example: Example) -> tuple[str, str, str]:
+    """The graph of an example before a pass and after it, and what the pass found."""
     work, checks = _captured(example), Checks()
     for each in PASSES:
         if each.phase is Phase.PREPARE and work.rewritten is None:
             work = replace(work, rewritten=_settled(work))
         now = _passed(each, work, checks)
-        if each.name == example.of:
-            return text(work), text(now)
+        if each is shown:
+            return text(work), text(now), "\n".join(_found(work, now))
         work = now
-    raise AssertionError(f"no pass is called {example.of!r}")
+    raise AssertionError("the pass is not in the list")
 
 
 def text(work: Rewritten) -> str:
@@ -97,29 +114,76 @@ def text(work: Rewritten) -> str:
     return found.replace("scaled_dot_product_attention", "sdpa")
 
 
+def _found(before: Rewritten, after: Rewritten) -> Iterator[str]:
+    """What a pass noted beside the graph, in words."""
+    if before.facts is None and after.facts is not None:
+        yield from _facts(after.facts)
+    if after.classified is not before.classified:
+        for name, verdict in after.classified.verdicts.items():
+            pinned = ", stays fp32" * verdict.pinned
+            yield f"{name}: {verdict.category.value}{pinned}: {verdict.reason}"
+    if after.prices is not before.prices:
+        for name, (high, low) in after.prices.ops.items():
+            yield f"{name}: {high} in fp32, {low} low"
+        for kind in ("down", "up"):
+            for name, price in getattr(after.prices, kind).items():
+                yield f"a cast {kind} of {name}: {price}"
+    if after.assignment is not before.assignment:
+        for name, decision in after.assignment.decisions.items():
+            where = "low" if decision.low else "fp32"
+            yield f"{name}: {where}: {decision.choice or decision.reason}"
+        if after.prices.in_bytes:
+            yield f"in all: {after.assignment.cost}"
+    if after.casts != before.casts:
+        yield "casts:"
+        for c in after.casts:
+            yield f"  {c.name}: {c.kind}, {c.bytes} bytes of {c.value}"
+    if after.edge != before.edge:
+        yield f"gradients leave through inputs {list(after.edge.exits)}"
+
+
+def _facts(facts: Any) -> Iterator[str]:
+    """Regions, memory and writes are counted from 0, which is not said."""
+    numbers: dict[int, int] = {-1: 0}
+    for fact in facts.nodes.values():
+        memory = numbers.setdefault(fact.storage, len(numbers))
+        known = [f"memory {memory}"] * (memory > 0)
+        known += [f"region {fact.region}"] * (fact.region > 0)
+        known += ["a gradient flows"] * fact.requires_grad
+        known += [
+            f"reads {each.value}" + f" after write {each.epoch}" * (each.epoch > 0)
+            for each in fact.operands
+        ]
+        yield f"{fact.name}: {', '.join(known)}"
+    yield f"weights: {', '.join(sorted(facts.weights))}"
+    yield f"returned: {', '.join(sorted(facts.returned))}"
+    if facts.mutated:
+        yield f"written: memory {', '.join(str(numbers[s]) for s in facts.mutated)}"
+
+
 def _captured(example: Example) -> Rewritten:
     """The ATen graph of a program, under the plan that a conversion would have."""
-    low = parse_low_dtype(example.precision)
+    asked = {"precision": "bf16", "do_no_harm": False, "strict": True}
+    options = Options(**{**asked, **example.options})
+    low = parse_low_dtype(options.precision)
     assert low is not None
-    options = Options(
-        precision=example.precision,
-        backend=example.backend,
-        do_no_harm=False,
-        strict=True,
-    )
     setting = Setting(
-        free_weights=True,
-        own_kernels=example.backend == "eager",
+        free_weights=not example.priced,
+        own_kernels=options.backend == "eager",
         own_ops=takes_our_ops(options),
         scaled=example.scaled,
     )
-    gm = fx.symbolic_trace(example.program)
     if example.on_mesh:
+        gm = fx.symbolic_trace(example.program)
         with one_rank() as mesh:
             given = [_lies(example, name, mesh) for name in example.given]
             _Known(gm).run(*given)
             normalised = normalise(gm, given)
     else:
+        graph = fx.Graph()
+        inputs = tuple(graph.placeholder(name) for name in example.given)
+        graph.output(graph.call_function(example.program, inputs))
+        gm = fx.GraphModule({}, graph)
         normalised = normalise(gm, list(example.given.values()))
     return _begun(normalised, options, low, setting, {})
 
@@ -157,6 +221,9 @@ def _lines(graph: fx.Graph, typed: Mapping[str, str]) -> Iterator[str]:
 
 def _typed(node: fx.Node) -> str:
     value = node.meta.get("val")
+    if isinstance(value, (list, tuple)):
+        kinds = [_SHORT[v.dtype] for v in value if torch.is_tensor(v)]
+        return f"{node.name}: {', '.join(kinds)}" if kinds else node.name
     return (
         f"{node.name}: {_SHORT[value.dtype]}" if torch.is_tensor(value) else node.name
     )
