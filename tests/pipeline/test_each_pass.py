@@ -398,6 +398,12 @@ def rows_of_an_image(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     return F.layer_norm(places, (8,), v)
 
 
+@shows("layouts", x=IMAGE.to(memory_format=torch.channels_last), w=weight(8, 3, 3, 3))
+def layout_of_the_users(x: Tensor, w: Tensor) -> Tensor:
+    """The weight is laid out as the image that it meets, and nothing else."""
+    return F.conv2d(x, w)
+
+
 @shows("layouts", x=IMAGE, w=weight(8, 3, 3, 3), backend="inductor")
 def convolution(x: Tensor, w: Tensor) -> Tensor:
     """For inductor the copy of the weight alone is laid out."""

@@ -27,13 +27,9 @@ from torch.nn import functional
 
 import autoamp
 from autoamp.errors import AutoampError
-from autoamp.pipeline import run
-from autoamp.pipeline.passes import PASSES, Pass, Phase
-from autoamp.place.devices import Device
-from autoamp.rewrite.copied import copied
-from autoamp.rewrite.rewritten import Rewritten
 from tests.metrics import relative_error
 from tests.one_rank import one_rank
+from tests.pipeline.texts import PASSES, Device, Pass, Phase, Rewritten, copied, run
 from tests.quick import some_slow
 
 ATEN = torch.ops.aten

@@ -26,15 +26,19 @@ from autoamp.compat import OpOverload
 from autoamp.dtypes import parse_low_dtype
 from autoamp.op_names import base_name
 from autoamp.options import Options
+from autoamp.pipeline import passes, run
 from autoamp.pipeline.checks import Checks
 from autoamp.pipeline.passes import PASSES, Pass, Phase, copies_of, takes_our_ops
-from autoamp.pipeline.run import _begun, _passed, _settled
 from autoamp.place.devices import Device
+from autoamp.rewrite.copied import copied
 from autoamp.rewrite.rewritten import Rewritten, Setting
 from autoamp.trace.normalise import normalise
 from tests.one_rank import one_rank
 
-__all__ = ["PASSES", "Device", "Example", "document"]
+__all__ = [
+    "PASSES", "Device", "Example", "Options", "Pass", "Phase", "Rewritten", "Setting",
+    "copied", "document", "passes", "run",
+]  # fmt: skip
 
 _SHORT = {
     torch.float32: "f32",
@@ -95,8 +99,8 @@ def texts(shown: Pass, example: Example) -> tuple[str, str, str]:
     work, checks = _captured(example), Checks()
     for each in PASSES:
         if each.phase is Phase.PREPARE and work.rewritten is None:
-            work = replace(work, rewritten=_settled(work))
-        now = _passed(each, work, checks)
+            work = replace(work, rewritten=run._settled(work))
+        now = run._passed(each, work, checks)
         if each is shown:
             return text(work), text(now), "\n".join(_found(work, now))
         work = now
@@ -185,7 +189,7 @@ def _captured(example: Example) -> Rewritten:
         graph.output(graph.call_function(example.program, inputs))
         gm = fx.GraphModule({}, graph)
         normalised = normalise(gm, list(example.given.values()))
-    return _begun(normalised, options, low, setting, {})
+    return run._begun(normalised, options, low, setting, {})
 
 
 def _lies(example: Example, name: str, mesh: Any) -> Tensor:
