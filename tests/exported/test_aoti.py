@@ -7,17 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp import compat
-from autoamp.errors import ExportError
-
-OPTIONS = {"precision": "bf16", "do_no_harm": False}
+from tests.exported.programs import plan_of
+from tests.says import says
+from tests.small_models import BF16
 
 # torch's own, when inductor copies the shape of the arguments.
 OF_TORCH = "ignore:.*LeafSpec:FutureWarning"
@@ -61,7 +60,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     """A converted model in a package that takes batches of any size."""
     path = tmp_path_factory.mktemp("package") / "model.pt2"
     requests = [torch.randn(batch, 64) for batch in (8, 3)]
-    model = autoamp.convert(make_model(), **OPTIONS)
+    model = autoamp.convert(make_model(), **BF16)
     program = autoamp.export(
         model,
         (requests[0],),
@@ -118,8 +117,8 @@ def test_a_package_runs_where_autoamp_is_not_imported(
 @pytest.mark.filterwarnings(OF_TORCH)
 def test_a_package_carries_the_plan_of_its_program(compiled: Compiled) -> None:
     package = torch._inductor.aoti_load_package(str(compiled.path))
-    plan = json.loads(package.get_metadata()[compat.PLAN_KEY])
-    assert plan == json.loads(json.dumps(compat.plan_in(compiled.program)))
+    plan = json.loads(package.get_metadata()["autoamp"])
+    assert plan == json.loads(json.dumps(plan_of(compiled.program)))
     assert plan["target"] == "aoti"
     assert plan["weights"]["0.weight"] == {"source": "0.weight", "dtype": "bfloat16"}
     assert {op["precision"] for op in plan["report"]["ops"]} == {"bf16"}
@@ -130,18 +129,17 @@ def test_a_package_carries_the_plan_of_its_program(compiled: Compiled) -> None:
 def test_a_compilation_that_fails_leaves_the_folder_as_it_was(
     older: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(program: object, path: Path, notes: object) -> None:
-        path.write_bytes(b"half of a package")
-        path.with_name("kernel.cpp").write_bytes(b"")
+    def fails(*_: object, package_path: Any, **__: object) -> None:
+        package_path.write(b"half of a package")
         raise RuntimeError("no C++ compiler")
 
-    monkeypatch.setattr(compat, "compile_package", fails)
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fails)
     out = tmp_path / "model.pt2"
     if older is not None:
         out.write_bytes(older)
-    with pytest.raises(ExportError, match=r"cannot be made: .*compiler"):
-        autoamp.export(
-            make_model(), (torch.randn(8, 64),), target="aoti", out=out, **OPTIONS
-        )
+    x = torch.randn(8, 64)
+    with pytest.raises(autoamp.ExportError) as raised:
+        autoamp.export(make_model(), (x,), target="aoti", out=out, **BF16)
+    says(raised, "aoti", "no C++ compiler")
     left = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert left == ({} if older is None else {"model.pt2": older})

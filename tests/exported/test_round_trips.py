@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import autoamp
-from tests.exported.test_export import X, two
+from tests.exported.programs import X, two
 from tests.small_models import BF16
 
 
