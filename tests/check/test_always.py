@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from autoamp.check.always import check_always, footprint
 from autoamp.errors import VerificationError
-from autoamp.trace.normalise import normalise
+from tests.check.door import check_always, footprint, normalise
 from tests.says import says
 from tests.small_models import Of
 from tests.strategies import capture

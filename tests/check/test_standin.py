@@ -9,9 +9,10 @@ import torch
 from torch import fx, nn
 
 from autoamp import compat
-from autoamp.check.standin import Memo, StandIns
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import checkpointed
+from tests.check.door import Memo, StandIns
+from tests.says import says
 
 ATEN = torch.ops.aten
 META = torch.device("meta")
@@ -107,8 +108,9 @@ def test_what_is_written_is_returned_without_a_meta_kernel() -> None:
 @pytest.mark.parametrize("operand", ["x_dtype", "hist_dtype"])
 def test_without_a_meta_kernel_the_devices_own_refuses_operands(operand: str) -> None:
     before = StandIns(counted(), {})
-    with pytest.raises(VerificationError, match=r"counted .* fails on its operands"):
+    with pytest.raises(VerificationError) as raised:
         StandIns(counted(**{operand: LOW}), {}, original=before)
+    says(raised, "counted", op="aten.histogram")
 
 
 def test_what_is_written_is_returned_where_its_size_depends_on_data() -> None:
@@ -256,8 +258,5 @@ def test_an_op_that_fails_is_named_with_its_line() -> None:
     with pytest.raises(VerificationError) as caught:
         StandIns(rewritten, {}, original=StandIns(original, {}))
     assert caught.value.nodes == ("mm_default", "x")
-    assert str(caught.value).startswith(
-        "mm_default (aten.mm.default, at net.py:3: x @ x) fails on its operands: "
-        "RuntimeError: "
-    )
+    says(caught, "RuntimeError", op="mm_default (aten.mm", line="net.py:3: x @ x")
     assert isinstance(caught.value.__cause__, RuntimeError)

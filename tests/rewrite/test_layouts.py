@@ -60,7 +60,7 @@ LAID = {
     "u_net": (4, 2),
     "gated_depthwise": (2, 2),
     "volumes": (2, 2),
-    "checkpointed_blocks": (3, 2),
+    "checkpointed_blocks": (4, 2),
     "conv_next": (2, 1),
     "patches_of_swin": (1, 1),
     "channels_put_last_by_a_permutation": (2, 1),

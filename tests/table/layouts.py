@@ -85,10 +85,16 @@ def three_blocks() -> nn.Sequential:
     return nn.Sequential(*(block(8, 8)() for _ in range(3)))
 
 
-@row(IMAGE, first=block(3, 8), third=three_blocks, head=linear(8, 5))
+@row(
+    IMAGE,
+    first=block(3, 8),
+    second=block(8, 8),
+    third=three_blocks,
+    head=linear(8, 5),
+)
 def checkpointed_blocks(m: Any, x: Tensor) -> Tensor:
     x = checkpoint(m.first, x, use_reentrant=False)
-    return m.head(m.third(x).mean((2, 3)))
+    return m.head(m.third(x + m.second(x)).mean((2, 3)))
 
 
 @row(
