@@ -31,7 +31,12 @@ from autoamp.pass_options import PassOptions
 from autoamp.pipeline.run import rewrite_graph
 from autoamp.printable import class_name
 from autoamp.rules import Rules
-from autoamp.training.attach import attached, give_masters, guard_masters
+from autoamp.training.attach import (
+    attached,
+    decline_masters,
+    give_masters,
+    guard_masters,
+)
 from autoamp.training.boundary import OptimizerBoundary, params_of
 
 logger = logging.getLogger(__name__)
@@ -58,6 +63,7 @@ def convert(
     do_no_harm: bool = True,
     strict: bool = False,
     weight_copies: str = "kept",
+    masters: str = "fp32",
     lock: str | os.PathLike[str] | None = None,
     heal: bool = False,
     guard: bool = True,
@@ -104,6 +110,9 @@ def convert(
             (C code with `w.data_ptr()`, a replayed CUDA graph), and a write by torch
             may move the weight away from that address.  "every call": each weight is
             copied at each call, and never moved.
+        masters: "fp32": half-precision weights that a named optimizer trains get fp32
+            master weights, which take 4 bytes a weight (docs/loss-scaling.md).  "off":
+            the optimizer updates the half-precision weights themselves.
         lock: the path of a committed report of this model (`Report.to_json`, `autoamp
             explain --json`).  A captured graph that is not placed as the report says
             causes one warning, or an error under `strict`.  A message names each graph
@@ -165,6 +174,7 @@ def convert(
         do_no_harm=do_no_harm,
         strict=strict,
         weight_copies=weight_copies,
+        masters=masters,
         lock=lock,
         heal=heal,
         guard=guard,
@@ -403,7 +413,8 @@ def _convert(
     """Converts the model and takes its optimizers, both or neither."""
     fresh = conversion_of(model) is None
     with attached(optimizers) as boundaries:
-        convert_model(model, options, example_inputs, masters=bool(optimizers))
+        masters = bool(optimizers) and options.masters != "off"
+        convert_model(model, options, example_inputs, masters=masters)
         try:
             for boundary in boundaries:
                 _introduce(boundary, model, options)
@@ -415,7 +426,10 @@ def _convert(
 
 def _introduce(boundary: OptimizerBoundary, model: nn.Module, options: Options) -> None:
     """Links the boundary of an optimizer to the model that the optimizer trains."""
-    give_masters(boundary, model)
+    if options.masters == "off":
+        decline_masters(boundary)
+    else:
+        give_masters(boundary, model, options)
     state = conversion_of(model)
     if state is not None and state.engine is not None:
         boundary.link(state.engine.record.scaling)

@@ -21,6 +21,7 @@ from autoamp.training.scale import LOSS_SCALES, resolve_loss_scale
 logger = logging.getLogger(__name__)
 
 WEIGHT_COPIES = ("kept", "every call")
+MASTERS = ("fp32", "off")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Options(PassOptions):
 
     loss_scale: Any = "auto"
     weight_copies: str = "kept"
+    masters: str = "fp32"
     lock: SavedReport | str | os.PathLike[str] | None = None
     heal: bool = False
     guard: bool = True
@@ -50,6 +52,7 @@ class Options(PassOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         choice("weight_copies", self.weight_copies, WEIGHT_COPIES)
+        choice("masters", self.masters, MASTERS)
         switch("heal", self.heal)
         switch("guard", self.guard)
         if not (isinstance(self.loss_scale, str) and self.loss_scale in LOSS_SCALES):

@@ -14,7 +14,7 @@ from autoamp.auto.report_dir import written_to
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype
 from autoamp.errors import AutoampError, OptionError, RulesError
 from autoamp.op_names import parse_op_name
-from autoamp.options import WEIGHT_COPIES, Options
+from autoamp.options import MASTERS, WEIGHT_COPIES, Options
 from autoamp.pass_options import BACKENDS, PLACEMENTS
 from autoamp.printable import printable_line
 from autoamp.rules import Rules
@@ -293,6 +293,7 @@ _VARIABLES: dict[str, _Parse] = {
     "AUTOAMP_UNFUSED": _unfused,
     "AUTOAMP_CALIBRATE": _switch("calibrate"),
     "AUTOAMP_WEIGHT_COPIES": _word("weight_copies", WEIGHT_COPIES),
+    "AUTOAMP_MASTERS": _word("masters", MASTERS),
     "AUTOAMP_EXACT_CASTS": _switch("exact_casts"),
     "AUTOAMP_RECORD_DIR": _record,
 }

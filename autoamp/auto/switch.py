@@ -26,8 +26,10 @@ from autoamp.model.compile_backend import GraphBackend
 from autoamp.options import Options
 from autoamp.printable import printable_line
 from autoamp.snapshot.files import checked as recorded_to
-from autoamp.training.attach import expect_models
+from autoamp.training.attach import expect_models, take_on
+from autoamp.training.boundary import innermost
 from autoamp.training.ledger import BACKWARDS
+from autoamp.training.masters import KEY as MASTERS_KEY
 from autoamp_heat import INSIDE, Heat, passed_on
 
 logger = logging.getLogger(__name__)
@@ -136,6 +138,30 @@ def tolerating(original: Norm) -> Norm:
         return original(tensors, norm_type, False, foreach)
 
     return total_norm
+
+
+def unscaling(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`GradScaler.unscale_`, which refuses gradients in fp16: masters' are fp32."""
+
+    @functools.wraps(original)
+    def unscale_(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.is_enabled() and isinstance(optimizer, torch.optim.Optimizer):
+            take_on(innermost(optimizer))
+        return original(self, optimizer, *args, **kwargs)
+
+    return unscale_
+
+
+def loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Optimizer.load_state_dict`, before which saved masters have a place to go."""
+
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(state_dict, dict) and state_dict.get(MASTERS_KEY):
+            take_on(self)
+        return original(self, state_dict, *args, **kwargs)
+
+    return load_state_dict
 
 
 def compiling(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -269,7 +295,7 @@ def disable() -> None:
         while _patches:
             _patches.pop().undo()
         fall_silent()
-        expect_models(False)
+        expect_models(None)
     if mode is not None:
         _tell_of_unmet(mode)
         mode.revert_all()
@@ -315,12 +341,14 @@ def _start(
         before, _mode = _mode, AutomaticMode(settings, heat)
         if not _patches:
             speak_up()
-            expect_models(True)
             _patches.append(Patch(nn.Module, "__call__", _watching, call))
             _patches.append(Patch(torch, "compile", compiling, compile_))
             _patches.append(Patch(*compat.TOTAL_NORM, tolerating))
             if hasattr(torch.nn.utils, "get_total_norm"):
                 _patches.append(Patch(torch.nn.utils, "get_total_norm", tolerating))
+            _patches.append(Patch(torch.amp.GradScaler, "unscale_", unscaling))
+            _patches.append(Patch(torch.optim.Optimizer, "load_state_dict", loading))
+        expect_models(settings.options)
     if before is not None:
         _tell_of_unmet(before)
         before.revert_all()

@@ -10,7 +10,7 @@ import sys
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -237,6 +237,22 @@ def optimizers_and_scalers() -> tuple[
         elif issubclass(type(each), torch.amp.GradScaler) and each.is_enabled():
             scalers.append(each)
     return optimizers, scalers
+
+
+def models_of_weights(params: Iterable[torch.Tensor]) -> list[nn.Module]:
+    """The modules that hold any of `params` and are inside no other module.
+
+    The search looks at all objects of the process, as `optimizers_and_scalers` does.
+    """
+    ids = {id(p) for p in params}
+    modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
+    inside = {
+        id(part)
+        for each in modules
+        for part in each.__dict__.get("_modules", {}).values()
+    }
+    outermost = [m for m in modules if id(m) not in inside and "_modules" in m.__dict__]
+    return [m for m in outermost if any(id(p) in ids for p in m.parameters())]
 
 
 def scaler_uses(scaler: torch.amp.GradScaler) -> int:

@@ -38,6 +38,7 @@ from autoamp.model.conversion import (
     uninstall,
 )
 from autoamp.model.eligible import (
+    NAME_IT,
     choose_precision,
     for_model,
     not_converted,
@@ -116,7 +117,7 @@ def convert_model(
         raise OptionError("example_inputs must be a tuple of the model's arguments")
     decided = decide(model, options, masters=masters)
     if decided.low is None:
-        _decline(decided)
+        _decline(decided, automatic)
     else:
         engine = _engine(decided, decided.low, automatic)
         engine.price, engine.on_capture = price, on_capture
@@ -229,7 +230,7 @@ def _end_recording(call: Entry | None) -> None:
         writer.end()
 
 
-def _decline(decided: Decision) -> None:
+def _decline(decided: Decision, automatic: bool) -> None:
     """Logs why a model is not converted, and reverts an earlier conversion."""
     model, label, notes = decided.model, decided.label, [*decided.notes]
     if decided.folder is not None:
@@ -238,7 +239,10 @@ def _decline(decided: Decision) -> None:
         logger.info("autoamp: %s %s", label, notes[0].why)
     else:
         text = f"autoamp: {label} {not_converted(decided.why_not)}"
-        log_once(logger, logging.WARNING, text, of=model)
+        level = logging.WARNING
+        if automatic and NAME_IT in text:  # its optimizer is found, and then said
+            text, level = text.replace(NAME_IT, ""), logging.INFO
+        log_once(logger, level, text, of=model)
     revert_model(model, optimizers=not notes)
     DECLINED[model] = Conversion(declined=notes or [Skipped(label, decided.why_not)])
 

@@ -22,6 +22,12 @@ from autoamp.pass_options import PassOptions
 from autoamp.place.devices import KINDS, device_of, kind_of, named_device
 from autoamp.printable import class_name
 
+NAME_IT = (
+    "; name its optimizer, autoamp.convert(model, optimizer), to train it with fp32 "
+    "masters"
+)
+"""What the user of a half-precision model may do, outside the automatic mode."""
+
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of `model`, even if its class overrides `parameters()`."""
@@ -179,10 +185,7 @@ def _nothing_to_convert(parameters: Sequence[nn.Parameter]) -> str:
     half = floats & set(LOW_DTYPES.values())
     if half and torch.float32 not in floats:
         names = ", ".join(sorted(short_name(d) for d in half))
-        return (
-            f"its parameters are {names} already; name its optimizer, "
-            "autoamp.convert(model, optimizer), to train it with fp32 masters"
-        )
+        return f"its parameters are {names} already{NAME_IT}"
     if floats and torch.float32 not in floats:
         names = ", ".join(sorted(short_name(d) for d in floats))
         return f"its parameters are {names}; only fp32 is ever lowered"

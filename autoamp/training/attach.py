@@ -25,7 +25,7 @@ from autoamp import compat, foreign
 from autoamp.messages import log_once
 from autoamp.options import Options
 from autoamp.overflow.remedy import Remedy
-from autoamp.training import closures, guard
+from autoamp.training import closures, guard, half
 from autoamp.training.boundary import (
     BOUNDARIES,
     OptimizerBoundary,
@@ -62,7 +62,10 @@ _STATE = "_autoamp"
 
 _scalings: weakref.WeakSet[ModelScaling] = weakref.WeakSet()
 _hook: list[RemovableHandle] = []
-_expecting: list[bool] = []
+_expecting: list[Options] = []
+
+_met_by_masters: weakref.WeakSet[OptimizerBoundary] = weakref.WeakSet()
+"""The boundaries that were made because their optimizers train half weights."""
 
 
 # -- boundaries ------------------------------------------------------------------------
@@ -131,16 +134,60 @@ def attached(optimizers: Sequence[Optimizer]) -> Iterator[list[OptimizerBoundary
         raise
 
 
-def give_masters(boundary: OptimizerBoundary, model: torch.nn.Module) -> None:
+def give_masters(
+    boundary: OptimizerBoundary, model: torch.nn.Module, options: Options
+) -> None:
     """Gives an optimizer's half-precision parameters fp32 masters.
 
     Masters of parameters of `model` are saved by the parameters' names in `model`.
     """
-    if boundary.masters is None:
-        if not has_half(boundary.params):
-            return
+    if boundary.masters is not None:
+        boundary.masters.name_after(model)
+    elif has_half(boundary.params):
         boundary.masters = Masters(boundary.optimizer)
-    boundary.masters.name_after(model)
+        boundary.masters.name_after(model)
+        half.say_made(boundary.masters, options)
+
+
+def decline_masters(boundary: OptimizerBoundary) -> None:
+    """Takes an optimizer's masters away, and lets the automatic mode give it none."""
+    half.decline(boundary.optimizer)
+    _take_masters(boundary)
+
+
+def _take_masters(boundary: OptimizerBoundary) -> None:
+    if boundary.masters is not None:
+        boundary.masters.release()
+        boundary.masters = None
+
+
+def take_on(optimizer: Optimizer) -> None:
+    """Gives an optimizer that nobody named masters, if it trains half weights.
+
+    Only the automatic mode does so.  Where masters cannot be made, a warning says so
+    and nothing is changed.
+    """
+    options = _expecting[0] if _expecting else None
+    if options is None or options.masters == "off" or not half.trains_half(optimizer):
+        return
+    known = boundary_of(optimizer)
+    if known is not None and known.masters is not None:
+        return
+    if foreign.stepped_by():  # whose engine has masters of its own
+        half.decline(optimizer)
+        return
+    try:
+        with attached([optimizer]) as [boundary]:
+            boundary.masters = half.masters_for(boundary.optimizer)
+    except Exception as error:  # a script must not fail because of autoamp
+        if options.strict:
+            raise
+        half.decline(optimizer)
+        half.say_failed(optimizer, error, options)
+        return
+    if known is None:
+        _met_by_masters.add(boundary)
+    half.say_made(boundary.masters, options)
 
 
 def detach(boundary: OptimizerBoundary) -> None:
@@ -150,9 +197,7 @@ def detach(boundary: OptimizerBoundary) -> None:
     for hook in boundary.hooks:
         hook.remove()
     boundary.show_on_wrappers(False)
-    if boundary.masters is not None:
-        boundary.masters.release()
-        boundary.masters = None
+    _take_masters(boundary)
     if optimizer.__dict__.get("step") != boundary.bound:
         boundary.off = True
         return
@@ -176,7 +221,9 @@ def detach_from(model: torch.nn.Module) -> None:
     # and meet the optimizer again.
     BACKWARDS.drop(held)
     for boundary in list(BOUNDARIES):
-        if any(id(p) in held for p in boundary.params):
+        # A model that was not converted has no part in masters that nobody asked for.
+        alone = boundary in _met_by_masters and not boundary.scalings
+        if not alone and any(id(p) in held for p in boundary.params):
             detach(boundary)
 
 
@@ -301,13 +348,23 @@ def _meet_optimizers(scaling: ModelScaling, weights: Sequence[torch.Tensor]) -> 
 # -- the first step of an optimizer that nobody named ----------------------------------
 
 
-def expect_models(coming: bool) -> None:
-    """Sets whether optimizers are met before there is any scaling.
+def expect_models(options: Options | None) -> None:
+    """Has optimizers be met before there is any scaling, or no more.
 
-    A closure may call a model for the first time inside a step.
+    A closure may call a model for the first time inside a step, and half-precision
+    weights get masters before their first step.
+
+    Args:
+        options: the options of the automatic mode; None where it ends.
     """
-    _expecting[:] = [True] if coming else []
+    _expecting[:] = [] if options is None else [options]
     _set_hook()
+    if options is None or options.masters == "off":
+        for boundary in list(_met_by_masters):
+            _met_by_masters.discard(boundary)
+            _take_masters(boundary)
+            if not boundary.scalings:
+                detach(boundary)
 
 
 def _set_hook() -> None:
@@ -325,10 +382,12 @@ def _before_step(
     """Called inside every step, with the optimizer itself as `args[0]`."""
     if torch.compiler.is_dynamo_compiling():  # a step the user compiles
         return None
+    known = boundary_of(optimizer) is not None
+    if _expecting:
+        take_on(optimizer)
     # Models that were garbage-collected, not reverted, have left the hook behind.
     if not _scalings and not (_expecting and closure_of(args[1:], kwargs)):
         return None
-    known = boundary_of(optimizer) is not None
     engine = "" if known else foreign.stepped_by()
     if engine:
         log_once(logger, logging.INFO, f"autoamp: {engine}")

@@ -78,7 +78,7 @@ class OptimizerBoundary:
         scalings: the scaling of each model that the optimizer was seen to step.
         pending: saved loss scales of models that the optimizer has yet to meet.
         masters: the masters of the optimizer's half-precision parameters; None where
-            `convert` was not given the optimizer with a model of such parameters.
+            there are none.
         last_read: number of the last run whose flags were read.
         steps: how often `step` was called.
         skipped_before: whether the last step is known to have been skipped.

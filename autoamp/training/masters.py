@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
+import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -22,9 +24,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp import compat
-from autoamp.dtypes import has_masters
+from autoamp.dtypes import LOW_DTYPES, has_masters
 from autoamp.errors import CheckpointError
 from autoamp.printable import class_name
 
@@ -38,6 +41,9 @@ KEY_BESIDE = "autoamp_master"
 
 _UNNAMED = "unnamed_parameter_"
 """A parameter in no converted model is saved by this name with its index after it."""
+
+_shared = WeakIdKeyDictionary()
+"""Each parameter with a weak reference to its master, which all its optimizers step."""
 
 
 def has_half(params: Iterable[torch.Tensor]) -> bool:
@@ -60,17 +66,31 @@ class Masters:
         self._said = False
         self._depth = 0
         self._given: list[tuple[torch.Tensor | None, int]] | None = None
+        self._runs = False
+        self._frame: types.FrameType | None = None
         self._before = optimizer.register_step_pre_hook(self._enter)
         self._after = optimizer.register_step_post_hook(self._exit)
+        self._order_hooks()
         # A deep copy of an optimizer is made of its groups and state alone.
         optimizer.__dict__["__deepcopy__"] = self._deepcopy
 
-    def name_after(self, model: nn.Module) -> None:
-        """Makes masters, saved by the names that `model` has for the parameters."""
-        if all(known() is not model for known in self._models):
-            self._models.append(weakref.ref(model))
-        self._reduced |= {id(p) for p in compat.reduced_by_ddp(model)}
+    def name_after(self, *models: nn.Module) -> None:
+        """Makes masters, saved by the names that `models` have for the parameters."""
+        for model in models:
+            if all(known() is not model for known in self._models):
+                self._models.append(weakref.ref(model))
+            self._reduced |= {id(p) for p in compat.reduced_by_ddp(model)}
         self.refresh()
+
+    def keep_half(self, params: Iterable[torch.Tensor]) -> None:
+        """Leaves the gradients of `params` in their own dtype until a step."""
+        self._reduced |= {id(p) for p in params}
+
+    @property
+    def bytes(self) -> int:
+        """The memory of this rank's masters."""
+        local = [compat.local_part(master.detach()) for master in self.of.values()]
+        return sum(part.numel() * part.element_size() for part in local)
 
     def run(
         self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -79,12 +99,13 @@ class Masters:
 
         The user's own hooks round the step see the parameters.
         """
-        before, after = compat.step_hooks(self.optimizer)
-        before.move_to_end(self._before.id)
-        after.move_to_end(self._after.id, last=False)
+        self._settle()
+        self._order_hooks()
+        self._runs = True
         try:
             return step(*args, **kwargs)
         finally:
+            self._runs = False
             self._depth = 0
             self._take_out()
 
@@ -96,28 +117,33 @@ class Masters:
         one by one, by their bits (a NaN is not equal to itself, and -0 is equal to 0),
         without a wait for the device.
         """
-        known, self.of = self.of, {}
-        for param in self._params():
-            if not has_masters(param.dtype):
-                continue
-            master: torch.Tensor | None = known.get(param)
-            if master is not None and master.shape == param.shape:
-                _follow(master, param.detach())
-            elif param.requires_grad:
-                master = self._made(param)
-            if master is not None:
-                self.of[param] = master
+        made: dict[torch.Tensor, torch.Tensor] = {}
+        try:
+            for param in self._params():
+                master: torch.Tensor | None = self.of.get(param)
+                if not has_masters(param.dtype):
+                    _hand_over(master, param.detach())
+                    continue
+                if master is not None and master.shape == param.shape:
+                    _follow(master, param.detach())
+                elif param.requires_grad:
+                    master = self._made(param)
+                if master is not None:
+                    made[param] = master
+        except BaseException:  # such as no memory: nothing is left half done
+            for param in made.keys() - self.of.keys():
+                self._put_back(param)
+            raise
+        self.of = made
 
     def release(self) -> None:
         """Takes the masters away.  The parameters stay in half precision."""
         self._before.remove()
         self._after.remove()
         self.optimizer.__dict__.pop("__deepcopy__", None)
+        self._settle()
         for param in self.of:
-            compat.accumulate_in(param, param.dtype)
-            state = self.optimizer.state.get(param)
-            if state is not None:  # in the dtype of `Optimizer.load_state_dict`
-                self.optimizer.state[param] = _in_dtype(state, param.dtype)
+            self._put_back(param)
         if self.of:
             logger.info(
                 "autoamp: the fp32 masters of %d parameters are gone; the weights stay "
@@ -126,15 +152,26 @@ class Masters:
             )
         self.of = {}
 
+    def _put_back(self, param: torch.Tensor) -> None:
+        """Has a parameter without a master hold gradients and state of its dtype."""
+        compat.accumulate_in(param, param.dtype)
+        state = self.optimizer.state.get(param)
+        if state is not None:  # in the dtype of `Optimizer.load_state_dict`
+            self.optimizer.state[param] = _in_dtype(state, param.dtype)
+
     # -- round a step --------------------------------------------------------------
 
     def _enter(
         self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Torch's hook before a step, with the optimizer itself as `args[0]`."""
+        self._settle()
         self._depth += 1
         if self._depth > 1:  # the `super().step()` of a step
             return None
+        if not self._runs:  # the step began before its optimizer was met
+            self._frame = sys._getframe(1)
+            self.optimizer.__dict__.setdefault("zero_grad", self._zero_grad)
         self._put_in()
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._outside(args[1]), *args[2:]), kwargs
@@ -145,7 +182,33 @@ class Masters:
     def _exit(self, *_: Any) -> None:
         self._depth -= 1
         if self._depth <= 0:
-            self._take_out()
+            self._end()
+
+    def _end(self) -> None:
+        """Ends a step for which `run` does not stand."""
+        self._depth, self._frame = 0, None
+        if self.optimizer.__dict__.get("zero_grad") == self._zero_grad:
+            del self.optimizer.__dict__["zero_grad"]
+        self._take_out()
+
+    def _settle(self) -> None:
+        """Ends a step that has raised, and for which `run` did not stand."""
+        frame: types.FrameType | None = sys._getframe(1)
+        while self._frame is not None and frame is not self._frame:
+            if frame is None:
+                self._end()
+                return
+            frame = frame.f_back
+
+    def _zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        self._settle()
+        type(self.optimizer).zero_grad(self.optimizer, *args, **kwargs)
+
+    def _order_hooks(self) -> None:
+        """Puts our hooks next to the step: all others see the parameters."""
+        before, after = compat.step_hooks(self.optimizer)
+        before.move_to_end(self._before.id)
+        after.move_to_end(self._after.id, last=False)
 
     def _outside(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Wraps `closure`: its forward and backward need the parameters in place."""
@@ -216,6 +279,7 @@ class Masters:
         `torch.distributed.checkpoint` keep nothing else: they save, shard and name such
         an entry as they do a moment.
         """
+        self._settle()
         self.refresh()
         named = self._named()
         state[KEY] = {name: master.detach() for name, master in named.items()}
@@ -226,6 +290,7 @@ class Masters:
 
     def check(self, saved: Any) -> None:
         """Raises CheckpointError where the masters in `saved` state do not fit."""
+        self._settle()
         if saved.get(KEY) is not None:
             self.refresh()
             _check_masters(saved[KEY], self._named())
@@ -260,6 +325,12 @@ class Masters:
 
     def _made(self, param: torch.Tensor) -> torch.Tensor:
         """A master for `param`, whose gradients and state are fp32 from now on."""
+        shared = _shared.get(param)
+        master: torch.Tensor | None = None if shared is None else shared()
+        if master is not None and master.shape == param.shape:
+            _follow(master, param.detach())
+        else:
+            master = nn.Parameter(param.detach().float())
         if id(param) in self._reduced:
             self._say_half("DistributedDataParallel reduces them in that")
         elif compat.is_distributed(param):
@@ -271,7 +342,8 @@ class Masters:
             # A checkpoint's master, which was rounded when there was no master here.
             state.pop(KEY_BESIDE, None)
             self.optimizer.state[param] = _in_dtype(state, torch.float32)
-        return nn.Parameter(param.detach().float())
+        _shared[param] = weakref.ref(master)
+        return master
 
     def _say_half(self, why: str) -> None:
         if not self._said:
@@ -320,6 +392,18 @@ def _follow(master: torch.Tensor, half: torch.Tensor) -> None:
     if half.device.type == "cpu" and torch.equal(rounded, now):
         return
     value.copy_(torch.where(rounded == now, value, half.float()))
+
+
+def _hand_over(master: torch.Tensor | None, value: torch.Tensor) -> None:
+    """Gives a weight that was made fp32 the master's digits, where none wrote to it."""
+    if master is None or value.dtype != master.dtype or value.shape != master.shape:
+        return
+    digits, value = compat.local_part(master.detach()), compat.local_part(value)
+    digits = digits.to(value.device)
+    for half in LOW_DTYPES.values():
+        rounded = digits.to(half).float()
+        if torch.equal(rounded, value):
+            value.copy_(digits)
 
 
 def _check_masters(saved: Any, named: Mapping[str, torch.Tensor]) -> None:

@@ -33,6 +33,7 @@ WORDS = {
     "AUTOAMP_CALIBRATE": "1, true, on, 0, false, off",
     "AUTOAMP_UNFUSED": "gelu, gelu_tanh, silu, mish, softmax",
     "AUTOAMP_WEIGHT_COPIES": "kept, every call",
+    "AUTOAMP_MASTERS": "fp32, off",
 }
 ALL = [
     *WORDS,
@@ -82,6 +83,7 @@ GOOD = [
     ("AUTOAMP_STRICT", "on", {"strict": True}),
     ("AUTOAMP_STRICT", "off", {"strict": False}),
     ("AUTOAMP_WEIGHT_COPIES", "Every Call", {"weight_copies": "every call"}),
+    ("AUTOAMP_MASTERS", "Off", {"masters": "off"}),
     ("AUTOAMP_RULES", "tensorflow", {"rules": "tensorflow"}),
     ("AUTOAMP_ALLOWLIST_ADD", "exp , aten::log,", {"allow": ("exp", "aten::log")}),
     ("AUTOAMP_INFERLIST_ADD", ",", {}),
