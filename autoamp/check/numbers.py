@@ -18,7 +18,7 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from autoamp.analyse.nodes import tensors_of
 from autoamp.check.compare import Region
 from autoamp.check.gradient_units import flowing_in
 from autoamp.check.standin import where
-from autoamp.counted.saved import bytes_held, tensors_saved
+from autoamp.counted.saved import bytes_held, storage_key, tensors_saved
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.errors import VerificationError
 
@@ -176,23 +176,34 @@ def _compared(region: Region, values: _Values) -> str | None:
             problem = _off(true, was, now, _coarsest(region))
             if problem is not None:
                 return f"result {side + 1} {problem}"
-        was_kept, kept = (sum(map(bytes_held, each)) for each in saved)
-        if kept > was_kept + _for_statistics(saved[0], old.values()):
+        was_kept, kept = (
+            _bytes_kept(region, side, runs[side + 1], saved[side]) for side in (0, 1)
+        )
+        if kept > was_kept:
             return f"keeps {kept} bytes for the backward, where {was_kept} were kept"
         return _gradients_differ(region, values, truth, old, new)
 
 
-def _for_statistics(saved: Sequence[Tensor], values: Iterable[Any]) -> int:
-    """The bytes by which what is saved grows where statistics are kept in fp32.
+def _bytes_kept(
+    region: Region, side: int, run: Mapping[fx.Node, Any], saved: Sequence[Tensor]
+) -> int:
+    """The bytes that one side keeps for the backward, beside what is held anyhow.
 
-    Torch's norms keep a mean and a spread for each row in 16 bits, and ours in fp32.
+    Inputs of the graph (weights, for the most part) live as long as the graph's caller
+    wants.  Statistics do not count, a number or less for each row: torch's norms keep
+    none where only the weight is trained, and 16 bits of each elsewhere; ours keep
+    fp32.
     """
-    largest = max((t.numel() for v in values for t in tensors_of(v)), default=0)
-    numbers = [bytes_held(t) // t.itemsize for t in saved if t.itemsize < _WIDE]
-    return sum(_WIDE // 2 * number for number in numbers if number < largest)
-
-
-_WIDE = torch.float32.itemsize
+    ends = [pair[side] for pair in region.inputs]
+    given = [run[n] for n in ends if n.op == "placeholder"]
+    held = {storage_key(t) for t in tensors_of(given)}
+    values = [t for value in run.values() for t in tensors_of(value) if t.numel()]
+    rows = max((t.numel() // max(t.shape[-1:], default=1) for t in values), default=0)
+    return sum(
+        bytes_held(t)
+        for t in saved
+        if storage_key(t) not in held and bytes_held(t) > rows * t.itemsize
+    )
 
 
 def _gradients_differ(
