@@ -77,3 +77,9 @@ def recurrent(m: Any, x: Tensor) -> Any:
 @row((4, 8), fc=linear(8), drop=lambda: nn.Dropout(0.5))
 def dropped(m: Any, x: Tensor) -> Tensor:
     return m.fc(m.drop(m.fc(x)))
+
+
+@row((3, 4, 16), norm=lambda: nn.RMSNorm(16), fc=linear(16))
+def norm_of_data(m: Any, x: Tensor) -> Tensor:
+    """The weight of the norm trains, and its data takes no gradient."""
+    return m.fc(m.norm(x.detach() * 2))
