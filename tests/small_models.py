@@ -15,9 +15,12 @@ from autoamp.options import Options
 from autoamp.pipeline.run import rewrite_graph
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rules import Category, Rule, Rules
+from tests.metrics import relative_error
 from tests.strategies import capture
 
 WIDTH = 8
+CLOSE = 0.02
+"""bf16 rounds a few layers by less; what is stale, or another's, is off by far more."""
 BF16: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 """Whatever may run in bf16 does, whether it pays or not."""
 
@@ -78,6 +81,17 @@ class Between(nn.Module):
 def converted(model: nn.Module, **options: Any) -> Any:
     """`model` converted to bf16, where nothing that fails is left in fp32 silently."""
     return autoamp.convert(model, **{**BF16, "strict": True, **options})
+
+
+def is_rounded(found: Any, exact: Any, close: float = CLOSE) -> bool:
+    """Close to the fp32 result and not equal to it: it went through 16 bits."""
+    assert found.dtype is exact.dtype
+    return 0 < relative_error([found], [exact]) < close
+
+
+def runs(model: nn.Module) -> int:
+    """How many rewritten graphs of a model have run."""
+    return int(autoamp.report(model).runs)
 
 
 def rewritten(
