@@ -18,11 +18,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from autoamp.kernels.algebra import Algebra, UnknownError, read
-from autoamp.kernels.chains import chains_in
-from autoamp.kernels.meaning import exp, log, root, row_sum, tanh
-from autoamp.kernels.proved import Recognised, recognised
 from tests.kernels.chains.test_chains import SPELLINGS, WIDTH, tensors, traced
+from tests.kernels.door import (
+    Algebra,
+    Recognised,
+    UnknownError,
+    chains_in,
+    exp,
+    log,
+    read,
+    recognised,
+    root,
+    row_sum,
+    tanh,
+)
 
 SAMPLES = 400
 ATEN = torch.ops.aten

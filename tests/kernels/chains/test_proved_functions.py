@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from autoamp.kernels import proved as functions
+from tests.kernels.door import proved as functions
 from tests.spelled.activations import BACKWARDS
 
 C = math.sqrt(2 / math.pi)
