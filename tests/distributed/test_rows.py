@@ -33,7 +33,7 @@ from tests.distributed.training import (
     steps,
     zero_adamw,
 )
-from tests.trainers.harness import bound
+from tests.scripts import bound
 
 STEPS, BAD = 6, 3
 

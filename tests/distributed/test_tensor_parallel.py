@@ -16,8 +16,8 @@ from tests.distributed.meshed import PLANS, PROGRAMS, Stream, run
 from tests.distributed.ranks import Ranks
 from tests.distributed.traffic import wire
 from tests.distributed.training import Net, Trained, batch, slow, steps, sums
+from tests.scripts import bound
 from tests.small_models import BF16
-from tests.trainers.harness import bound
 
 
 def losses(results: list[Any]) -> Tensor:

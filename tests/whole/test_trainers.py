@@ -3,96 +3,82 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.trainers.harness import FOLDER, Ran, bound, reference, run, run_apart
+from tests.scripts import Seen, bound, reference, run
 
 BAD = 3
 
-# script, its arguments, those that make it use autocast, models converted.  Lightning's
-# validation calls the module that `training_step` calls the parts of.
-TRAINERS = {
-    "hf": ("hf_trainer", {}, {"mixed": "bf16"}, 1),
-    "accelerate": ("accelerate_loop", {}, {"mixed": "bf16"}, 1),
-    "lightning": ("lightning_fit", {}, {"mixed": "bf16-mixed"}, 1),
-    "lightning-parts": ("lightning_fit", {"kind": "parts"}, {"mixed": "bf16-mixed"}, 1),
+Case = tuple[str, dict[str, str], str, int]
+"""A script, its arguments, the value of `mixed` with which it uses autocast, and how
+many models are converted."""
+
+TRAINERS: dict[str, Case] = {
+    "hf": ("hf_trainer", {}, "bf16", 1),
+    "accelerate": ("accelerate_loop", {}, "bf16", 1),
+    # Its validation calls the module that `training_step` calls the parts of.
+    "lightning": ("lightning_fit", {}, "bf16-mixed", 1),
+    "lightning-parts": ("lightning_fit", {"kind": "parts"}, "bf16-mixed", 1),
 }
-WRAPPERS = {
-    "data_parallel": ("plain_loop", {"wrap": "data_parallel"}, {"mixed": "bf16"}, 1),
-    "averaged": ("plain_loop", {"wrap": "averaged"}, {"mixed": "bf16"}, 2),
-    "peft": ("peft_lora", {}, {"mixed": "bf16"}, 2),
+WRAPPERS: dict[str, Case] = {
+    "data_parallel": ("plain_loop", {"wrap": "data_parallel"}, "bf16", 1),
+    "averaged": ("plain_loop", {"wrap": "averaged"}, "bf16", 2),
+    "peft": ("peft_lora", {}, "bf16", 2),
+    "method": ("plain_loop", {"wrap": "compile_method"}, "bf16", 1),
+    "function": ("plain_loop", {"wrap": "compile"}, "bf16", 1),
+    "accelerate-method": ("accelerate_loop", {"compile": "method"}, "bf16", 1),
+    "accelerate-function": ("accelerate_loop", {"compile": "function"}, "bf16", 1),
 }
-COMPILED = {
-    "method": ("plain_loop", {"wrap": "compile_method"}, {"mixed": "bf16"}, 1),
-    "function": ("plain_loop", {"wrap": "compile"}, {"mixed": "bf16"}, 1),
-    "accelerate-method": (
-        "accelerate_loop",
-        {"compile": "method"},
-        {"mixed": "bf16"},
-        1,
-    ),
-    "accelerate-function": (
-        "accelerate_loop",
-        {"compile": "function"},
-        {"mixed": "bf16"},
-        1,
-    ),
-}
-QUICK = {"accelerate", "lightning", "lightning-parts", "data_parallel"}
-QUICK_IN_BF16 = {"hf", "averaged", "accelerate-method", "accelerate-function"}
-PRECISIONS = ("bf16", "fp16")
+ALL = TRAINERS | WRAPPERS
+IN_CI = {f"{name}-bf16" for name in (*TRAINERS, *WRAPPERS)} - {"peft-bf16"}
+IN_CI |= {"accelerate-fp16", "lightning-fp16", "data_parallel-fp16"}
+IN_CI -= {"method-bf16", "function-bf16"}  # of which there are accelerate's
+
+cases = [(name, precision) for name in ALL for precision in ("bf16", "fp16")]
 
 
-def cases(*tables: dict[str, Any]) -> Any:
-    """Every entry in both precisions, the long ones marked slow."""
-    found = []
-    for name, case in [item for table in tables for item in table.items()]:
-        for precision in PRECISIONS:
-            quick = name in QUICK or (name in QUICK_IN_BF16 and precision == "bf16")
-            marks = [] if quick else [pytest.mark.slow]
-            label = f"{name}-{precision}"
-            found.append(pytest.param(case, precision, marks=marks, id=label))
-    return pytest.mark.parametrize(("case", "precision"), found)
-
-
-def assert_as_fp32(ours: Ran, plain: Ran, autocast: Ran) -> None:
-    deviation = float((ours.losses - plain.losses).abs().max())
-    allowed = bound(plain.losses, autocast.losses)
-    print(f"deviation {deviation:.2e}, allowed {allowed:.2e}")
-    assert 0 < deviation <= allowed
-    assert {p.dtype for p in ours.result["params"].values()} == {torch.float32}
-
-
-def assert_converted(ours: Ran, models: int, *, some: bool = False) -> None:
+def converted(ours: Seen, models: int, *, some: bool = False) -> None:
     """All of every model's matrix products are low, and one line says so.
 
     Args:
         some: the models keep some of their modules in fp32.
     """
-    assert len(ours.reports) == models
-    for report in ours.reports:
-        assert report.coverage.share_of_calls == 1
-        share = report.coverage.low_flops / report.coverage.flops
+    coverages = [report["coverage"] for report in ours.reports]
+    assert len(coverages) == models
+    for coverage in coverages:
+        assert coverage["share_of_calls"] == 1
+        share = coverage["share_of_flops"]
         assert 0.5 < share < 1 if some else share == 1
-    lines = [line for line in ours.lines if "the first call of" not in line[1]]
+    lines = [line for line in ours.said if "the first call of" not in line[1]]
     assert [level for level, _ in lines] == [logging.INFO] * models, lines
     assert all("is converted to" in line for _, line in lines)
 
 
 @pytest.mark.thorough
-@cases(TRAINERS, WRAPPERS, COMPILED)
-def test_a_script_trains_as_in_fp32(case: Any, precision: str) -> None:
-    script, arguments, mixed, models = case
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        pytest.param(*each, marks=[] if "-".join(each) in IN_CI else pytest.mark.slow)
+        for each in cases
+    ],
+)
+def test_a_script_trains_as_in_fp32(name: str, precision: str) -> None:
+    script, arguments, mixed, models = ALL[name]
     plain = reference(script, **arguments)
-    autocast = reference(script, **arguments, **mixed)
-    ours = run(script, precision, **arguments)
-    assert_as_fp32(ours, plain, autocast)
-    assert_converted(ours, models)
+    autocast = reference(script, **arguments, mixed=mixed)
+    ours = run(script, precision=precision, **arguments)
+    deviation = float((ours.losses - plain.losses).abs().max())
+    assert 0 < deviation <= bound(plain.losses, autocast.losses)
+    assert {p.dtype for p in ours.result["params"].values()} == {torch.float32}
+    converted(ours, models)
     assert ours.warned <= plain.warned
     assert ours.result.get("rates") == plain.result.get("rates")
+    if name.startswith("accelerate-"):  # calls of a compiled model are counted
+        assert ours.reports[0]["coverage"]["calls"] == len(ours.losses)
 
 
 def held(rates: list[float], at: int) -> list[float]:
@@ -103,27 +89,17 @@ def held(rates: list[float], at: int) -> list[float]:
     return [*rates[:at], rates[at - 1], *rates[at:-1]]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["accelerate-method", "accelerate-function"])
-def test_calls_of_a_compiled_model_are_counted(name: str) -> None:
-    script, arguments, _, _ = COMPILED[name]
-    ours = run(script, "bf16", **arguments)
-    assert ours.reports[0].coverage.calls == len(ours.result["losses"])
-
-
 @pytest.mark.thorough(but=["accelerate"])
 @pytest.mark.parametrize(
     "name", [pytest.param("hf", marks=pytest.mark.slow), *list(TRAINERS)[1:]]
 )
 def test_exactly_the_step_that_overflows_is_skipped(name: str) -> None:
     script, arguments, _, _ = TRAINERS[name]
-    ours = run(script, "fp16", **arguments, bad=BAD)
+    ours = run(script, precision="fp16", **arguments, bad=BAD)
     assert ours.moved == [step != BAD for step in range(10)]
-    scales = [r.loss_scale for r in ours.reports if r.loss_scale is not None]
-    steps = {scale.skipped_steps for scale in scales if scale.skips}
-    assert steps == {1}
-    # Steps are counted from 1.
-    assert all(f"step {BAD + 1}" in skip for scale in scales for skip in scale.skips)
+    scales = [each for r in ours.reports if (each := r["loss_scale"]) and each["skips"]]
+    assert {scale["skipped_steps"] for scale in scales} == {1}
+    assert ours.skipped == {BAD}
     assert ours.losses.isfinite().all()
     rates = reference(script, **arguments).result["rates"]
     # Lightning has no mark of a skipped step, and steps its scheduler in all cases.
@@ -145,19 +121,18 @@ def test_exactly_the_step_that_overflows_is_skipped(name: str) -> None:
     ],
 )
 def test_a_run_that_is_resumed_is_the_same_to_the_bit(
-    case: str, precision: str, tmp_path
+    case: str, precision: str, tmp_path: Path
 ) -> None:
-    if case == "hf":
-        script, half, whole = "hf_trainer", {}, {}
-        checkpoint = tmp_path / "checkpoint-5"
-    else:
+    half: dict[str, Any] = {}
+    whole: dict[str, Any] = {}
+    script, checkpoint = "hf_trainer", tmp_path / "checkpoint-5"
+    if case == "lightning":
         script, half, whole = "lightning_fit", {"epochs": 1}, {"epochs": 2}
         checkpoint = tmp_path / "last.ckpt"
-    first = run(script, precision, folder=tmp_path, **half)
-    resumed = run(script, precision, resume=checkpoint, **whole)
-    straight = run(script, precision, **whole) if half else first
-    count = len(resumed.losses)
-    assert torch.equal(resumed.losses, straight.losses[-count:])
+    first = run(script, precision=precision, folder=tmp_path, **half)
+    resumed = run(script, precision=precision, resume=checkpoint, **whole)
+    straight = run(script, precision=precision, **whole) if half else first
+    assert torch.equal(resumed.losses, straight.losses[-len(resumed.losses) :])
     after, before = resumed.result["params"], straight.result["params"]
     assert all(torch.equal(after[name], before[name]) for name in before)
 
@@ -180,24 +155,13 @@ def test_greedy_tokens_are_those_of_fp32_as_often_as_under_autocast(
     model: str, steps: int, models: int, precision: str
 ) -> None:
     arguments = {"model": model, "steps": steps}
-    plain = torch.tensor(reference("hf_generate", **arguments).result["tokens"])
-    autocast = reference("hf_generate", **arguments, mixed="bf16").result["tokens"]
-    ours = run("hf_generate", precision, **arguments)
+    plain, autocast = (
+        torch.tensor(reference("hf_generate", **arguments, **more).result["tokens"])
+        for more in ({}, {"mixed": "bf16"})
+    )
+    ours = run("hf_generate", precision=precision, **arguments)
     tokens = torch.tensor(ours.result["tokens"])
     assert len(set(plain.flatten().tolist())) > 2  # or any would do
-    assert (tokens == plain).sum() >= (torch.tensor(autocast) == plain).sum()
+    assert (tokens == plain).sum() >= (autocast == plain).sum()
     # T5's class names `wo` in `_keep_in_fp32_modules`, which holds in fp16.
-    assert_converted(ours, models, some=model == "t5" and precision == "fp16")
-
-
-@pytest.mark.slow  # test_scripts.py has a quick one of another script
-def test_environment_variables_convert_an_unchanged_script(tmp_path) -> None:
-    script = str(FOLDER / "accelerate_loop.py")
-    said, reports = run_apart(tmp_path, "bf16", script)
-    lines = [line for line in said.splitlines() if "autoamp" in line]
-    assert len(lines) == 1
-    assert "Sequential is converted to bf16" in lines[0]
-    assert "Warning" not in said
-    [report] = reports
-    assert report["coverage"]["calls"] == 20
-    assert report["coverage"]["share_of_flops"] == 1
+    converted(ours, models, some=model == "t5" and precision == "fp16")
