@@ -36,7 +36,7 @@ from autoamp.rewrite.emitted import CAST_KIND
 from autoamp.rewrite.rewritten import Rewritten, Setting
 from tests.conformance.exploring import explore
 from tests.conformance.graphs import ATEN, Built, Recipe, attributes, inputs, recipes
-from tests.conformance.moves import EXACT, MOVES
+from tests.conformance.moves import MOVES, WHOLE
 from tests.conformance.table import Figures
 from tests.small_models import BF16
 from tests.whole.test_laws import alias_relations, same_bits
@@ -217,7 +217,7 @@ def check_graph(
 @pytest.mark.parametrize("shard", range(SHARDS // 2))
 def test_random_graphs(shard: int, exact: bool, figures: Figures) -> None:
     nodes = graphs = 0
-    moves = EXACT if exact else MOVES
+    moves = WHOLE if exact else MOVES
 
     def check(
         recipe: Recipe, options: dict[str, Any], device: Device, free: bool
