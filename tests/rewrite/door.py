@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoamp.check.changes import TOGETHER as MAY_GROUP
+from autoamp.check.compare import differences
 from autoamp.options import Options
 from autoamp.pipeline import passes
 from autoamp.pipeline.run import rewrite_graph
@@ -18,7 +20,10 @@ from autoamp.rewrite.rewritten import Rewritten
 
 together: Any = importlib.import_module("autoamp.rewrite.together")
 
-__all__ = ["Device", "clean_up", "copied", "passes", "rewritten_graph", "together"]
+__all__ = [
+    "MAY_GROUP", "Device", "clean_up", "copied", "differences", "passes",
+    "rewritten_graph", "together",
+]  # fmt: skip
 
 
 def rewritten_graph(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 import autoamp
 from tests.metrics import relative_error
-from tests.small_models import converted
+from tests.says import says
+from tests.small_models import Of, converted
 
 Step = tuple[str, Callable[[Tensor], Tensor]]
 
@@ -150,54 +152,34 @@ def test_results_have_the_strides_of_fp32(
     assert all(p.grad is not None for p in amp.parameters())
 
 
-class Strided(nn.Module):
+def strided(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Reads elements of a view by their places in memory, and in another way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        every = self.fc(x)[:, 1::2]
-        return every.exp(), every.as_strided((3, 3), (8, 2), 3).exp()
+    every = m.fc(x)[:, 1::2]
+    return every.exp(), every.as_strided((3, 3), (8, 2), 3).exp()
 
 
-class Returned(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x).t()[1:4]
+def returned(m: Any, x: Tensor) -> tuple[Tensor]:
+    return (m.fc(x).t()[1:4],)
 
 
-def test_as_strided_reads_the_places_of_fp32() -> None:
-    model, x = Strided(), torch.randn(4, 8)
-    expected = model(x)
-    for mine, true in zip(converted(model)(x), expected, strict=True):
-        assert relative_error(mine, true) < 0.02
-
-
-@pytest.mark.parametrize("make", [Strided, Returned])
+@pytest.mark.parametrize("program", [strided, returned])
 def test_the_verifier_finds_other_strides(
-    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+    program: Callable[..., tuple[Tensor, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the pins the check fails, and the pass keeps what it names in fp32."""
     monkeypatch.setattr("autoamp.analyse.classify.held_by_strides", lambda *_: {})
-    model, x = make(), torch.randn(4, 8)
-    with pytest.raises(autoamp.errors.AutoampError, match="strides"):
+    model, x = Of(program, fc=nn.Linear(8, 8)), torch.randn(4, 8)
+    with pytest.raises(autoamp.errors.AutoampError) as raised:
         converted(copy.deepcopy(model))(x)
+    says(raised, "strides")
     expected = model(x)
     found = converted(model, strict=False)(x)
-    many = expected if isinstance(expected, tuple) else (expected,)
-    for mine, true in zip(found if many is expected else (found,), many, strict=True):
+    for mine, true in zip(found, expected, strict=True):
         assert mine.stride() == true.stride()
         assert relative_error(mine, true) < 0.02
 
 
 def test_the_report_says_why() -> None:
-    model = converted(Returned())
+    model = converted(Of(returned, fc=nn.Linear(8, 8)))
     model(torch.randn(4, 8))
-    assert "its result, or a view of it, is returned with gaps" in autoamp.report(
-        model
-    ).why("slice_1")
+    says(autoamp.report(model).why("slice_1"), "returned with gaps")

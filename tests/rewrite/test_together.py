@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +13,6 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import autoamp
-from autoamp.check.changes import TOGETHER as MAY_GROUP
-from autoamp.check.compare import differences
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import (
     low_weight,
@@ -25,13 +22,9 @@ from autoamp.graph_functions import (
     unscale_grad,
     unscaled_weights,
 )
-from autoamp.model.conversion import conversion_of
-from autoamp.place.devices import Device
-from autoamp.rewrite.copied import copied
-from autoamp.rewrite.together import MOST
 from tests.one_rank import one_rank
+from tests.rewrite.door import MAY_GROUP, Device, copied, differences, together
 
-together: Any = importlib.import_module("autoamp.rewrite.together")
 WIDTH = 8
 TOGETHER = (low_weights, low_weights_unscaled, unscaled_weights)
 
@@ -73,8 +66,7 @@ def converted(model: nn.Module, precision: str, **options: Any) -> Any:
 
 
 def graph_of(model: nn.Module) -> fx.GraphModule:
-    state: Any = conversion_of(model)
-    return state.engine.record.graphs[0].prepared.gm
+    return autoamp.report(model).graphs[0]
 
 
 def calls_of(gm: fx.GraphModule, *targets: Any) -> list[fx.Node]:
@@ -107,8 +99,8 @@ def pair(
 ) -> tuple[nn.Module, nn.Module]:
     """A model whose uses are together, and one whose uses are apart."""
     made = []
-    for together in (True, False):
-        monkeypatch.setattr(Device, "starts_kernels", together)
+    for is_on in (True, False):
+        monkeypatch.setattr(Device, "starts_kernels", is_on)
         scale = {"loss_scale": 8.0} if request.param == "fp16" else {}
         model = converted(Net(), request.param, **scale)
         gradients(model)
@@ -125,63 +117,50 @@ def test_gradients_are_the_same_bits(pair: tuple[nn.Module, nn.Module]) -> None:
     assert alike(gradients(ours), gradients(apart))
 
 
-@pytest.mark.thorough(but=["bf16"])
-def test_accumulated_gradients_too(pair: tuple[nn.Module, nn.Module]) -> None:
-    found = []
-    for model in pair:
-        model.zero_grad()
-        for _ in range(2):
-            model(data()).sum().backward()
-        found.append([p.grad for p in model.parameters()])
-    assert alike(*found)
+def accumulated(model: Any) -> list[Tensor | None]:
+    model.zero_grad()
+    for _ in range(2):
+        model(data()).sum().backward()
+    return [p.grad for p in model.parameters()]
 
 
-@pytest.mark.thorough(but=["bf16"])
-def test_a_part_of_the_gradients(pair: tuple[nn.Module, nn.Module]) -> None:
+def of_one_weight(model: Any) -> list[Tensor | None]:
     """Of the other weights autograd gives no gradient to the group."""
-    found = []
-    for model in pair:
-        weight = model.layers[1].weight  # type: ignore[union-attr]
-        found.append([*torch.autograd.grad(model(data()).sum(), weight)])
-    assert alike(*found)
+    return [*torch.autograd.grad(model(data()).sum(), model.layers[1].weight)]
 
 
-@pytest.mark.thorough
-def test_derivatives_of_derivatives(pair: tuple[nn.Module, nn.Module]) -> None:
-    found = []
-    for model in pair:
-        x = data().requires_grad_()
-        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        model.zero_grad()
-        slope.square().sum().backward()
-        found.append([p.grad for p in model.parameters()])
-    assert alike(*found)
+def of_gradients(model: Any) -> list[Tensor | None]:
+    x = data().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    model.zero_grad()
+    slope.square().sum().backward()
+    return [p.grad for p in model.parameters()]
 
 
-@pytest.mark.thorough
-def test_a_batch_of_gradients(pair: tuple[nn.Module, nn.Module]) -> None:
-    found = []
-    for model in pair:
-        weight = model.layers[1].weight  # type: ignore[union-attr]
-        out = model(data())
-        seeds = torch.eye(4)[:, :, None].expand(4, *out.shape)
-        found.append([*torch.autograd.grad(out, weight, seeds, is_grads_batched=True)])
-    assert found[0][0].shape == (4, WIDTH, WIDTH)
-    assert alike(*found)
+def in_a_batch(model: Any) -> list[Tensor | None]:
+    out, weight = model(data()), model.layers[1].weight
+    seeds = torch.eye(4)[:, :, None].expand(4, *out.shape)
+    return [*torch.autograd.grad(out, weight, seeds, is_grads_batched=True)]
 
 
-@pytest.mark.thorough
+def of_computed_weights(model: Any) -> list[Tensor | None]:
+    named = model.named_parameters()
+    leaves = {name: p.detach().clone().requires_grad_() for name, p in named}
+    doubled = {name: 2 * leaf for name, leaf in leaves.items()}
+    torch.func.functional_call(model, doubled, (data(),)).sum().backward()
+    return [leaf.grad for leaf in leaves.values()]
+
+
+WAYS = [accumulated, of_one_weight, of_gradients, in_a_batch, of_computed_weights]
+
+
+@pytest.mark.thorough(but=["bf16-accumulated", "bf16-of_one_weight"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_weights_that_are_computed(pair: tuple[nn.Module, nn.Module]) -> None:
-    found = []
-    for model in pair:
-        leaves = {
-            n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()
-        }
-        doubled = {name: 2 * leaf for name, leaf in leaves.items()}
-        torch.func.functional_call(model, doubled, (data(),)).sum().backward()
-        found.append([leaf.grad for leaf in leaves.values()])
-    assert alike(*found)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_gradients_are_the_same_bits_however_they_are_taken(
+    way: Callable[[Any], list[Tensor | None]], pair: tuple[nn.Module, nn.Module]
+) -> None:
+    assert alike(*map(way, pair))
 
 
 def test_an_overflow_is_found() -> None:
@@ -234,10 +213,10 @@ def history(node: Any) -> set[str]:
 
 @pytest.mark.thorough
 def test_groups_are_no_larger_than_the_limits(monkeypatch) -> None:
-    model = converted(Net(depth=MOST + 3), "bf16")
+    model = converted(Net(depth=together.MOST + 3), "bf16")
     gradients(model)
     sizes = [len(node.args) // 2 for node in calls_of(graph_of(model), *TOGETHER)]
-    assert max(sizes) == MOST
+    assert max(sizes) == together.MOST
     assert len(sizes) == 3
     monkeypatch.setattr(together, "MOST_BYTES", 3 * WIDTH**2 * 2)
     model = converted(Net(), "bf16")
@@ -321,8 +300,8 @@ def an_index_beyond(call: fx.Node, first: fx.Node, second: fx.Node) -> None:
 )
 def test_the_check_refuses(fault: Callable[..., None], monkeypatch) -> None:
     graphs = []
-    for together in (True, False):
-        monkeypatch.setattr(Device, "starts_kernels", together)
+    for is_on in (True, False):
+        monkeypatch.setattr(Device, "starts_kernels", is_on)
         model = converted(Net(), "bf16")
         gradients(model)
         graphs.append(graph_of(model))
