@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from autoamp.errors import OptionError
+import autoamp
 from autoamp.saved.diff import diff
 from autoamp.saved.load import load
 from autoamp.saved.rows import SavedReport
 from autoamp_cli import main
 from tests.saved.saved_reports import cast, document, layers, saved, text
+from tests.says import says
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "report-schema.md"
 
@@ -30,23 +31,16 @@ def changes(old: SavedReport, new: SavedReport) -> list[tuple[str, str, str]]:
 # -- the comparison --------------------------------------------------------------------
 
 
-def test_a_report_equals_itself() -> None:
-    report = saved(layers(3), casts=(cast("input_0"), cast("relu_2", "up")))
-    found = diff(report, report)
-    assert found.is_empty
-    assert found.same == 9
-
-
-def test_one_op_that_changed_precision() -> None:
+def test_one_op_that_changed_precision_is_the_only_difference() -> None:
     ops = layers(3)
+    casts = (cast("input_0"), cast("relu_2", "up"))
+    same = diff(saved(ops, casts=casts), saved(ops, casts=casts))
+    assert (same.is_empty, same.same) == (True, 9)
     fp32 = [*ops[:3], ("linear", "h.1", "fp32"), *ops[4:]]
     found = diff(saved(ops), saved(fp32))
-    assert [(c.old.precision, c.new.precision) for c in found.changed] == [
-        ("bf16", "fp32")
-    ]
-    assert (found.changed[0].old.name, found.same) == ("linear_1", 8)
-    assert not found.is_empty
-    assert diff(saved(fp32), saved(ops)).changed[0].new.precision == "bf16"
+    assert (found.is_empty, found.same) == (False, 8)
+    assert changes(saved(ops), saved(fp32)) == [("linear_1", "linear_1", "fp32")]
+    assert changes(saved(fp32), saved(ops)) == [("linear_1", "linear_1", "bf16")]
 
 
 @pytest.mark.parametrize("at", [0, 1, 7, 45, 89, 90])
@@ -153,73 +147,66 @@ def without(key: str) -> str:
     return json.dumps(found)
 
 
-HOSTILE = {
-    "empty": ("", "it is not JSON"),
-    "no JSON": ("precision: low", "it is not JSON"),
-    "not UTF-8": (b"\xff\xfe{}", "it is not JSON"),
-    "nested": ("[" * 200_000, "nested too deeply"),
-    "nested objects": ('{"schema":' * 200_000, "nested too deeply"),
-    "huge number": (changed(version=0).replace("0", "9" * 5000, 1), "is not JSON"),
-    "a list": ("[]", 'it has no key "schema"'),
-    "null": ("null", 'it has no key "schema"'),
-    "no schema": (without("schema"), 'it has no key "schema"'),
-    "other schema": (changed(schema="npm.lock"), "its schema is 'npm.lock', not"),
-    "schema is a list": (changed(schema=[1]), "its schema is a list"),
-    "newer": (changed(version=2), "version is 2, .* upgrade autoamp"),
-    "version is text": (changed(version="1"), "version is '1'; it must be a whole"),
-    "version is true": (changed(version=True), "version is True; it must be a whole"),
-    "no version": (without("version"), "version is missing"),
-    "no ops": (without("ops"), "ops is None; it must be a list"),
-    "ops is an object": (changed(ops={}), "ops is an object; it must be a list"),
-    "an op is a number": (changed(ops=[1]), r"ops\[0\] is 1; it must be an object"),
-    "name is null": (with_op(name=None), r"ops\[0\]\.name is None; it must be a str"),
-    "graph is negative": (with_op(graph=-1), r"ops\[0\]\.graph is -1; it must be a w"),
-    "no such graph": (
-        with_op(graph=7),
-        r"ops\[0\]: the report has no graph 7, body ''",
-    ),
-    "other precision": (with_op(precision="int8"), "must be one of fp32, fp16, bf16"),
-    "twice": (with_op(name="add"), "two ops of graph 0 have the same name"),
+HOSTILE: dict[str, tuple[str | bytes, list[str]]] = {
+    "empty": ("", ["not JSON"]),
+    "no JSON": ("precision: low", ["not JSON"]),
+    "not UTF-8": (b"\xff\xfe{}", ["not JSON"]),
+    "nested": ("[" * 200_000, ["nested too deeply"]),
+    "nested objects": ('{"schema":' * 200_000, ["nested too deeply"]),
+    "huge number": (changed(version=0).replace("0", "9" * 5000, 1), ["not JSON"]),
+    "a list": ("[]", ['no key "schema"']),
+    "null": ("null", ['no key "schema"']),
+    "no schema": (without("schema"), ['no key "schema"']),
+    "other schema": (changed(schema="npm.lock"), ["schema", "'npm.lock'"]),
+    "schema is a list": (changed(schema=[1]), ["schema", "a list"]),
+    "newer": (changed(version=2), ["version is 2", "upgrade autoamp"]),
+    "version is text": (changed(version="1"), ["version is '1'"]),
+    "version is true": (changed(version=True), ["version is True"]),
+    "no version": (without("version"), ["version"]),
+    "no ops": (without("ops"), ["ops", "must be a list"]),
+    "ops is an object": (changed(ops={}), ["ops is an object"]),
+    "an op is a number": (changed(ops=[1]), ["ops[0] is 1"]),
+    "name is null": (with_op(name=None), ["ops[0].name is None"]),
+    "graph is negative": (with_op(graph=-1), ["ops[0].graph is -1"]),
+    "no such graph": (with_op(graph=7), ["ops[0]", "no graph 7"]),
+    "other precision": (with_op(precision="int8"), ["fp32, fp16, bf16"]),
+    "twice": (with_op(name="add"), ["two ops of graph 0"]),
     "graph twice": (
         changed(graphs=[{"graph": 0, "body": "", "device": ""}] * 2),
-        r"graphs\[1\]: graph 0 occurs twice",
+        ["graphs[1]", "graph 0", "twice"],
     ),
-    "model is a list": (changed(model=["x"] * 10**6), "model is a list; it must be"),
-    "escape": (changed(schema="\x1b[2J\n"), r"schema is '\\x1b\[2J\\n'"),
-    "lone surrogate": (changed(schema="\ud800"), r"schema is '\\ud800'"),
+    "model is a list": (changed(model=["x"] * 10**6), ["model is a list"]),
+    "escape": (changed(schema="\x1b[2J\n"), [r"'\x1b[2J\n'"]),
+    "lone surrogate": (changed(schema="\ud800"), [r"'\ud800'"]),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_files_are_refused(name: str, tmp_path: Path) -> None:
-    content, problem = HOSTILE[name]
+    content, named = HOSTILE[name]
     path = tmp_path / "a.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(OptionError, match=problem) as caught:
+    with pytest.raises(autoamp.OptionError) as raised:
         load(path)
-    message = str(caught.value)
-    assert message.startswith(f"{path}: ")
-    assert len(message) < 600
-    assert "\x1b" not in message
+    says(raised, f"{path}: ", *named)
+    assert len(str(raised.value)) < 600
+    assert "\x1b" not in str(raised.value)
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_file_or_a_huge_one_is_refused(tmp_path: Path) -> None:
+    huge = tmp_path / "a.json"
+    with huge.open("wb") as file:
+        file.truncate(1 << 30)
     for path, problem in (
-        (tmp_path, "it is a directory"),
+        (tmp_path, "directory"),
         (tmp_path / "missing.json", "No such file"),
         (Path("/dev/zero"), "a device or a pipe"),
         ("a\0b", "null byte"),
+        (huge, "1,073,741,824 bytes"),
     ):
-        with pytest.raises(OptionError, match=problem):
+        with pytest.raises(autoamp.OptionError) as raised:
             load(path)
-
-
-def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    with path.open("wb") as file:
-        file.truncate(1 << 30)
-    with pytest.raises(OptionError, match="1,073,741,824 bytes, but a report has at"):
-        load(path)
+        says(raised, problem)
 
 
 # -- the command -----------------------------------------------------------------------
@@ -245,8 +232,7 @@ def test_the_commands_exit_status(tmp_path: Path) -> None:
     assert (call(a, c).exit_code, call(a, c, "--json").exit_code) == (1, 1)
     bad = call(a, tmp_path)
     assert (bad.exit_code, bad.stdout) == (2, "")
-    assert bad.stderr.startswith(f"Error: {tmp_path}: it is a directory; give a file")
-    assert call(a).exit_code == 2
+    says(bad.stderr, tmp_path, "directory")
 
 
 def test_the_commands_json(tmp_path: Path) -> None:
