@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp.errors import OptionError, UnsupportedModelError
-from autoamp.inspect.report import Report
 from autoamp.place.devices import figures, known_devices
+from tests.says import says
 from tests.small_models import BF16
 
 
@@ -43,7 +42,7 @@ class Broken(nn.Module):
         return checkpoint(lambda y: torch.relu(self.second(y)), x, use_reentrant=False)
 
 
-def decided(report: Report) -> list[tuple[str, str, str, str]]:
+def decided(report: autoamp.Report) -> list[tuple[str, str, str, str]]:
     return [(op.body, op.name, op.precision, op.reason) for op in report.ops]
 
 
@@ -95,7 +94,6 @@ def test_every_device_of_the_table_explains(device: str) -> None:
     found = report.prediction
     assert found is not None
     assert found.speed_up > 1.5
-    assert row["name"] in str(report)
 
 
 def test_cpu_facts_do_not_leak_into_a_gpu() -> None:
@@ -105,7 +103,7 @@ def test_cpu_facts_do_not_leak_into_a_gpu() -> None:
     here = autoamp.explain(model, x, options=options)
     there = autoamp.explain(model, x, options=options, device="cuda:sm_80")
     assert [op.precision for op in here.ops] == ["fp16", "fp32", "fp16"]
-    assert "no fp16 kernel of it on cpu" in here.ops[1].reason
+    says(here.ops[1].reason, "fp16", "cpu")
     assert [op.precision for op in there.ops] == ["fp16", "fp16", "fp16"]
 
 
@@ -122,14 +120,17 @@ def test_a_model_without_weights_is_explained() -> None:
 def test_bad_questions_are_refused_and_change_nothing() -> None:
     model, x = Net(), torch.randn(4, 16)
     before = dict(vars(model))
-    with pytest.raises(OptionError, match="figures are known for cuda:sm_70"):
+    with pytest.raises(autoamp.OptionError) as raised:
         autoamp.explain(model, x, device="cuda:sm_12")
-    with pytest.raises(OptionError, match="unknown option 'precison'"):
+    says(raised, "cuda:sm_12", option="cuda:sm_70")
+    with pytest.raises(autoamp.OptionError) as raised:
         autoamp.explain(model, x, options={"precison": "bf16"})
-    with pytest.raises(UnsupportedModelError, match="takes a torch"):
+    says(raised, option="'precison'")
+    with pytest.raises(autoamp.UnsupportedModelError):
         autoamp.explain(torch.relu, x)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="running_mean"):
+    with pytest.raises(RuntimeError) as own:
         autoamp.explain(model, torch.randn(4, 5), options=BF16)
+    says(own, "running_mean")
     assert vars(model) == before
     assert not autoamp.is_converted(model)
 
@@ -170,7 +171,7 @@ def test_fp32_in_tf32_is_said_and_priced() -> None:
     """Torch computes fp32 convolutions in TF32 by default, and no matrix products."""
     images, rows = torch.randn(2, 3, 16, 16), torch.randn(64, 64)
     convolved = autoamp.explain(nn.Conv2d(3, 8, 3), images, device="cuda:sm_80")
-    assert "CUDA 8.0, fp32 convolutions in TF32" in str(convolved)
+    says(convolved, "CUDA 8.0", "fp32 convolutions in TF32")
     multiplied = autoamp.explain(nn.Linear(64, 64), rows, device="cuda:sm_80")
-    assert "CUDA 8.0" in str(multiplied)
+    says(multiplied, "CUDA 8.0")
     assert "TF32" not in str(multiplied)

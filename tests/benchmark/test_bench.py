@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 import autoamp
+from autoamp.benchmark import meters
 from benchmarks.bytes_step import count_step
 from tests.models import BY_NAME
+from tests.says import says
 
 QUICK = {"rounds": 2, "steps": 2}
 WAYS = ("autocast", "autoamp", "half")
@@ -113,7 +115,7 @@ def test_a_way_that_fails_costs_its_row() -> None:
     found = autoamp.bench(OnlyFp32(), X, ways=["autocast", "half"], **QUICK)
     assert found.row(".bfloat16()").error == "ValueError: fp32 alone"
     assert found.row("autocast").seconds
-    assert ".bfloat16() failed: ValueError: fp32 alone" in str(found)
+    says(found, ".bfloat16()", "ValueError: fp32 alone")
     assert "second line" not in str(found)
 
 
@@ -122,18 +124,16 @@ def test_a_sweep_measures_every_batch() -> None:
     assert found.batches == (4, 40)
     small, large = found.row("fp32", 4), found.row("fp32", 40)
     assert large.flops == 10 * small.flops
-    assert "batch 40" in str(found)
+    says(found, "batch 40")
 
 
 def test_ways_that_do_not_fit_together_are_timed_apart(monkeypatch) -> None:
-    from autoamp.benchmark import meters
-
     monkeypatch.setattr(meters, "available", lambda device: 1)
     found = autoamp.bench(layers(), X, ways=["autocast", "half"], **QUICK)
     assert not found.interleaved
     assert [len(row.times) for row in found.rows] == [2, 2, 2]
     assert found.row("fp32").ratio == 1
-    assert "do not fit into memory together" in str(found)
+    says(found, "memory")
 
 
 def test_data_is_drawn_and_its_time_is_told() -> None:
@@ -190,29 +190,28 @@ def test_markdown_has_a_line_for_each_way(trained) -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"rounds": 0}, "rounds=0 is too small"),
-        ({"sweep": [0]}, "batch size 0 is too small"),
-        ({"ways": ["fastest"]}, "'fastest' is not a way"),
-        ({"generate": 4}, "has no method `generate`"),
-        ({"data": []}, "data= has no batch"),
-        ({"sweep": [4], "data": [X]}, "cannot be resized"),
-        ({"loss_fn": lambda out: out}, "a tensor of one element, but it returns"),
+        ({"rounds": 0}, "rounds=0"),
+        ({"sweep": [0]}, "batch size 0"),
+        ({"ways": ["fastest"]}, "'fastest'"),
+        ({"generate": 4}, "`generate`"),
+        ({"data": []}, "data="),
+        ({"sweep": [4], "data": [X]}, "resized"),
+        ({"loss_fn": lambda out: out}, "one element"),
+        ({"trains": False}, "ask for inference"),
+        ({"memory": "much"}, "8GiB"),
     ],
 )
 def test_wrong_input_is_refused(wrong, said) -> None:
-    with pytest.raises(autoamp.AutoampError, match=said):
-        autoamp.bench(layers(), X, **{"ways": ["half"], **wrong})
-
-
-def test_a_model_without_weights_to_train_is_refused() -> None:
-    with pytest.raises(autoamp.AutoampError, match="ask for inference"):
-        autoamp.bench(layers().requires_grad_(False), X, ways=["half"], **QUICK)
+    model = layers().requires_grad_("trains" not in wrong)
+    given = {"ways": ["half"], **wrong}
+    given.pop("trains", None)
+    with pytest.raises(autoamp.AutoampError) as raised:
+        autoamp.bench(model, X, **given)
+    says(raised, said)
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 7, 300, 4097])
 def test_the_largest_batch_is_found_on_lines_and_curves(most) -> None:
-    from autoamp.benchmark.meters import largest_size
-
     for power in (1, 2):
         tried = []
 
@@ -221,38 +220,32 @@ def test_the_largest_batch_is_found_on_lines_and_curves(most) -> None:
             # Beyond twice the size, memory runs out.
             return 1000 + 8 * size**power if size <= 2 * most + 1 else None
 
-        assert largest_size(peak, 1000 + 8 * most**power) == most
+        assert meters.largest_size(peak, 1000 + 8 * most**power) == most
         assert len(tried) == len(set(tried)) <= 40
 
 
 def test_a_budget_is_read() -> None:
-    from autoamp.benchmark.meters import bytes_in
-
-    assert bytes_in("8GiB") == 8 * 2**30
-    assert bytes_in("1.5 MB") == 1_500_000
-    assert bytes_in(7) == 7
+    assert meters.bytes_in("8GiB") == 8 * 2**30
+    assert meters.bytes_in("1.5 MB") == 1_500_000
+    assert meters.bytes_in(7) == 7
     for wrong in ("", "much", "-1", "0"):
-        with pytest.raises(autoamp.AutoampError, match="write 8GiB"):
-            bytes_in(wrong)
+        with pytest.raises(autoamp.AutoampError) as raised:
+            meters.bytes_in(wrong)
+        says(raised, option="8GiB")
 
 
 def test_energy_without_a_counter_is_called_an_estimate(monkeypatch, tmp_path) -> None:
-    from autoamp.benchmark import meters
-
     monkeypatch.setattr(meters, "POWERCAP", tmp_path / "none")
     found = autoamp.bench(layers(), X, ways=["half"], grams_per_kwh=360, **QUICK)
     fp32 = found.row("fp32")
     assert fp32.energy_from == "estimate"
-    assert "an estimate" in found.energy_how
     assert fp32.joules == pytest.approx(fp32.flops * 2.3e-12 + fp32.moved * 162.5e-12)
     # 1,000 steps, 3.6 MJ a kilowatt-hour.
     assert fp32.co2_grams == pytest.approx(fp32.joules * 0.1)
-    assert "about" in str(found)
+    says(found, "about")
 
 
 def test_rapl_is_read_where_it_is_there(monkeypatch, tmp_path) -> None:
-    from autoamp.benchmark import meters
-
     zone = tmp_path / "intel-rapl:0"
     zone.mkdir()
     (zone / "energy_uj").write_text("2500000")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import autoamp
 from autoamp.benchmark.answer import Answer, Evidence, Row, evidence_from
 from autoamp.place.devices import named_device
+from tests.says import says
 
 QUICK: dict[str, Any] = {"rounds": 5, "steps": 1, "ways": ("autoamp",)}
 BF16 = torch.bfloat16
@@ -42,8 +43,8 @@ def test_input_bound() -> None:
                 yield torch.randn(4, 16)
 
     found = measured(layers(), torch.randn(4, 16), data=Slow())
-    assert "of a step in fp32 is the wait for data" in found.sentence
-    assert "num_workers" in found.sentence
+    says(found.sentence, "of a step in fp32 is the wait for data")
+    says(found.sentence, "num_workers")
     assert found.helps is not True
 
 
@@ -51,7 +52,7 @@ def test_input_bound() -> None:
 def test_tiny_model() -> None:
     found = measured(layers(), torch.randn(2, 16), infer=True)
     assert found.helps is not True
-    assert "its matrices are too small" in found.sentence
+    says(found.sentence, "its matrices are too small")
 
 
 @pytest.mark.thorough
@@ -59,15 +60,15 @@ def test_tiny_model() -> None:
 def test_launch_bound() -> None:
     found = measured(layers(8, depth=60), torch.randn(2, 8), infer=True)
     assert found.helps is not True
-    assert "time to start its 120 ops" in found.sentence
+    says(found.sentence, "time to start its 120 ops")
 
 
 def test_no_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", dict)
     found = measured(layers(64), torch.randn(64, 64), infer=True)
     assert found.helps is not True
-    assert "has no units that multiply bf16" in found.sentence
-    assert "cuda:sm_80" in found.sentence
+    says(found.sentence, "has no units that multiply bf16")
+    says(found.sentence, "cuda:sm_80")
 
 
 def test_noise_is_no_gain_where_nothing_runs_low(
@@ -84,7 +85,7 @@ def test_noise_is_no_gain_where_nothing_runs_low(
 def test_already_half() -> None:
     model, x = layers(64).to(BF16), torch.randn(8, 64, dtype=BF16)
     found = autoamp.bench(model, x, infer=True, **QUICK)
-    assert "weights are bf16 already" in found.answer.sentence
+    says(found.answer.sentence, "weights are bf16 already")
     assert found.answer.helps is not True
     assert found.rows[0].way == "as it is"
 
@@ -94,7 +95,7 @@ def test_already_half() -> None:
 def test_all_fp32_rules(rules: dict[str, list[str]]) -> None:
     found = measured(layers(64), torch.randn(64, 64), infer=True, options=rules)
     assert found.helps is not True
-    assert "rules keep 100% of the predicted time in fp32" in found.sentence
+    says(found.sentence, "rules keep 100% of the predicted time in fp32")
 
 
 # -- as a GPU would measure it ---------------------------------------------------------
@@ -156,8 +157,8 @@ def test_memory_bound() -> None:
 
     found = on_a_gpu(Sums(), torch.randn(100_000, 16), 0.6).answer
     assert found.helps is True
-    assert "most of its time goes to moving memory" in found.sentence
-    assert "0.55 of fp32's bytes" in found.sentence
+    says(found.sentence, "most of its time goes to moving memory")
+    says(found.sentence, "0.55 of fp32's bytes")
     missed = on_a_gpu(Sums(), torch.randn(100_000, 16), 1.2).answer
     assert missed.helps is False
     assert "--compile" in missed.sentence
@@ -166,16 +167,16 @@ def test_memory_bound() -> None:
 def test_compute_bound() -> None:
     found = on_a_gpu(layers(1024), torch.randn(4096, 1024), 0.3).answer
     assert found.helps is True
-    assert "arithmetic of matrix products" in found.sentence
-    assert "100% of their flops run in fp16" in found.sentence
+    says(found.sentence, "arithmetic of matrix products")
+    says(found.sentence, "100% of their flops run in fp16")
 
 
 @pytest.mark.thorough
 def test_odd_dimensions() -> None:
     found = on_a_gpu(layers(1001), torch.randn(4096, 1001), 0.8).answer
     assert found.helps is True
-    assert "Pad 1,001 in" in found.sentence
-    assert "to 1,008" in found.sentence
+    says(found.sentence, "Pad 1,001 in")
+    says(found.sentence, "to 1,008")
 
 
 def test_everything_good() -> None:
@@ -198,15 +199,15 @@ def test_a_batch_that_pays_is_computed_from_two_batches() -> None:
     ours = replace(ours, growth=0.0104 / min(ours.times))
     found = replace(bench, rows=(base, ours)).answer
     # 9.6 + 0.05 b <= 0.9 (9 + 0.125 b) from b = 24 on; batches are doubled from 8.
-    assert "90% of a step in fp32 is the same for twice the batch" in found.sentence
-    assert "from batch 32 on it should pay" in found.sentence
+    says(found.sentence, "90% of a step in fp32 is the same for twice the batch")
+    says(found.sentence, "from batch 32 on it should pay")
 
 
 def test_a_step_that_never_pays_says_so() -> None:
     bench = with_times(Evidence(True, "A100", float_ops=9), 1.0)
     rows = tuple(replace(row, growth=0.011 / min(row.times)) for row in bench.rows)
     found = replace(bench, rows=rows).answer
-    assert "a larger batch would not help" in found.sentence
+    says(found.sentence, "a larger batch would not help")
 
 
 def test_a_step_that_grows_with_the_batch_is_not_called_small() -> None:
@@ -219,8 +220,8 @@ def test_a_wrong_prediction_leads_to_tune() -> None:
     evidence = Evidence(True, "A100", float_ops=9, low_ops=9, speed_up=2.5)
     found = with_times(evidence, 1.2).answer
     assert found.helps is False
-    assert "by prediction it should be 2.50 times as fast" in found.sentence
-    assert "autoamp.tune" in found.sentence
+    says(found.sentence, "by prediction it should be 2.50 times as fast")
+    says(found.sentence, "autoamp.tune")
 
 
 def test_no_reason_is_better_than_a_wrong_one() -> None:

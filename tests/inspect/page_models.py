@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp.inspect.report import Report
 
 EVIL = "</script><img src=x onerror=hacked=1>"
 """A module name that runs a script if it is ever read as markup."""
@@ -103,12 +102,12 @@ class ResNet(nn.Module):
         return self.fc(x.mean((2, 3)))
 
 
-def explained(model: nn.Module, *args: Tensor, **options: object) -> Report:
+def explained(model: nn.Module, *args: Tensor, **options: object) -> autoamp.Report:
     """The report of `explain` with everything converted that may be, but `exp`."""
     given = {"precision": "bf16", "do_no_harm": False, "deny": ["exp"], **options}
     return autoamp.explain(model, *args, options=given)
 
 
-def layers_report(blocks: int = 2) -> Report:
+def layers_report(blocks: int = 2) -> autoamp.Report:
     """The report of `Layers`."""
     return explained(Layers(blocks), torch.randn(4, 16))

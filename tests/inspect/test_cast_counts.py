@@ -6,12 +6,17 @@ from torch import nn
 from torch.utils import checkpoint
 
 import autoamp
-from autoamp.counted.ops import Counts, count_ops
-from autoamp.inspect.casts import cast_counts
-from autoamp.model.conversion import conversion_of
-from autoamp.weights.sentinels import copies_of
+from tests.inspect.inside import (
+    Counts,
+    cast_counts,
+    conversion_of,
+    copies_of,
+    count_ops,
+)
 from tests.models import BY_NAME, LARGE
 from tests.quick import each_with_one
+from tests.says import says
+from tests.small_models import BF16
 
 PRECISIONS = ["bf16", "fp16"]
 
@@ -110,7 +115,7 @@ class Regions(nn.Module):
 
 
 def test_checkpointed_regions_run_casts_again() -> None:
-    model = autoamp.convert(Regions(), precision="bf16", do_no_harm=False)
+    model = autoamp.convert(Regions(), **BF16)
     x = torch.randn(4, 8, requires_grad=True)
 
     def step() -> None:
@@ -125,7 +130,7 @@ def test_checkpointed_regions_run_casts_again() -> None:
 
 
 def test_the_memory_of_the_copies_of_all_graphs() -> None:
-    model = autoamp.convert(Regions(), precision="bf16", do_no_harm=False)
+    model = autoamp.convert(Regions(), **BF16)
     x = torch.randn(4, 8)
     for records in (True, False):  # two graphs share the copies, inside regions too
         with torch.set_grad_enabled(records):
@@ -135,7 +140,7 @@ def test_the_memory_of_the_copies_of_all_graphs() -> None:
     assert len(report.graphs) == 2
     assert report.cast_counts.kept == len(held) == 6
     assert report.cast_counts.kept_bytes == sum(low.nbytes for low in held)
-    assert "6 weights have copies in bf16 (432 B)." in " ".join(str(report).split())
+    says(" ".join(str(report).split()), "6 weights", "bf16 (432 B)")
 
 
 def test_inference_has_no_backward() -> None:
@@ -153,9 +158,7 @@ def test_inference_has_no_backward() -> None:
 
 
 def test_weights_copied_anew_in_every_call() -> None:
-    model = autoamp.convert(
-        nn.Linear(8, 8), precision="bf16", do_no_harm=False, weight_copies="every call"
-    )
+    model = autoamp.convert(nn.Linear(8, 8), **BF16, weight_copies="every call")
 
     def step() -> None:
         model(torch.randn(4, 8)).sum().backward()
@@ -165,5 +168,5 @@ def test_weights_copied_anew_in_every_call() -> None:
     assert counts.refreshed == kept == 2
     assert counts.cast_count(phase="forward") == forward
     assert counts.cast_count(phase="backward") == backward
-    said = f"{forward} casts run in each forward, {backward} in each backward."
-    assert said in str(autoamp.report(model))
+    told = f"{forward} casts run in each forward", f"{backward} in each backward"
+    says(autoamp.report(model), *told)

@@ -77,20 +77,6 @@ def test_the_option_that_is_named_makes_the_node_low(
     assert changed.rewritten[0].assignment.decisions[node_of(changed, op)].low
 
 
-@pytest.mark.parametrize(
-    ("op", "root"),
-    [
-        ("layer_norm", "embedding reads table_weight, an fp32 parameter; passed on by"),
-        ("softplus", "tanh reads input_1, fp32 from outside the graph"),
-        ("silu", "mul reads shift, an fp32 parameter"),
-    ],
-)
-def test_the_root_is_the_far_end_of_the_chain(op: str, root: str) -> None:
-    report = report_of()
-    shown = report.why(node_of(report, op))
-    assert f"  root       {root}" in shown
-
-
 def test_asking_changes_nothing_in_the_report() -> None:
     report = report_of()
     before = report.to_json()

@@ -1,9 +1,8 @@
-"""`find_overflow` leaves a model as it was, refuses bad input, tells what is near."""
+"""`find_overflow` tells what is near the limit, and refuses bad input."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,82 +11,16 @@ from torch import Tensor, nn
 from torch._higher_order_ops import scan, while_loop
 
 import autoamp
-from autoamp.errors import AutoampError, OptionError, UnsupportedModelError
-
-WIDTH = 8
-
-
-class Noisy(nn.Module):
-    """Statistics, noise, a buffer that counts, tied weights, an overflow in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.drop = nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
-        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.two.weight = self.one.weight
-        self.register_buffer("calls", torch.zeros(()))
-        self.last: Tensor | None = None
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        self.calls += 1
-        y = self.drop(self.norm(self.one(x))) * 300
-        y.mul_(300)
-        self.last = y
-        return {"out": self.two(y / 1e4), "more": [y, x]}
+from tests.says import says
+from tests.small_models import WIDTH
 
 
 def small(*sizes: int) -> Tensor:
     return torch.randn(*sizes, WIDTH)
 
 
-def state_of(model: nn.Module) -> dict[str, Any]:
-    """Everything that a call might change, copied."""
-    return {
-        "values": {k: v.clone() for k, v in model.state_dict().items()},
-        "grads": [
-            None if p.grad is None else p.grad.clone() for p in model.parameters()
-        ],
-        "attributes": [dict(vars(module)) for module in model.modules()],
-        "random": torch.get_rng_state(),
-    }
-
-
-def assert_as_it_was(model: nn.Module, before: dict[str, Any]) -> None:
-    now = state_of(model)
-    for name in before["values"]:
-        assert torch.equal(now["values"][name], before["values"][name]), name
-    for one, other in zip(now["grads"], before["grads"], strict=True):
-        assert (one is None) == (other is None)
-        assert one is None or one.equal(other) or str(one) == str(other)  # NaN
-    for one, other in zip(now["attributes"], before["attributes"], strict=True):
-        assert one.keys() == other.keys()
-        assert all(one[name] is other[name] for name in one)
-    assert torch.equal(now["random"], before["random"])
-
-
-@pytest.mark.thorough(but=["False-False", "True-True"])
-@pytest.mark.parametrize("converted", [False, True])
-@pytest.mark.parametrize("training", [False, True])
-def test_the_model_is_left_as_it_was(converted: bool, training: bool) -> None:
-    model = Noisy().train(training)
-    called: list[str] = []
-    model.one.weight.register_hook(lambda grad: called.append("gradient"))
-    optimizer = torch.optim.Adam(model.parameters())
-    if converted:
-        autoamp.convert(model, optimizer, precision="fp16", do_no_harm=False)
-    model(small(4))["out"].sum().backward()
-    called.clear()
-    x = small(6).requires_grad_()
-    before, kept = state_of(model), x.detach().clone()
-    found = autoamp.find_overflow(model, x)
-    assert found.op == "aten::mul_.Tensor"
-    assert_as_it_was(model, before)
-    assert torch.equal(x, kept)
-    assert x.grad is None
-    assert called == []
-    assert not optimizer.state
-    assert model.training == training
-    assert autoamp.is_converted(model) == converted
+def line() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
 
 
 def test_nothing_out_of_range_is_as_informative() -> None:
@@ -99,7 +32,7 @@ def test_nothing_out_of_range_is_as_informative() -> None:
     assert (found.kind, found.direction) == ("op", "forward")
     assert found.module == "1"
     assert 1 < found.largest < found.limit == 65504
-    assert f"{found.limit / found.largest:.3g} times below the limit" in found.headline
+    says(found.headline, f"{found.limit / found.largest:.3g} times")
 
 
 def test_a_mask_of_the_lowest_number_is_not_near_its_limit() -> None:
@@ -118,14 +51,12 @@ def test_a_mask_of_the_lowest_number_is_not_near_its_limit() -> None:
     assert found.largest < 100
 
 
-def test_bf16_has_the_range_of_fp32() -> None:
+@pytest.mark.parametrize("factor", [1e5, 1e38 * 1e38])
+def test_bf16_has_the_range_of_fp32(factor: float) -> None:
     options = {"precision": "bf16"}
-    found = autoamp.find_overflow(Noisy(), small(4), options=options)
-    assert not found
+    found = autoamp.find_overflow(line(), small(4) * factor, options=options)
+    assert (bool(found), found.in_fp32) == (factor > 1e38, factor > 1e38)
     assert found.limit > 1e38
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-    found = autoamp.find_overflow(model, small(4) * 1e38 * 1e38, options=options)
-    assert found.in_fp32
 
 
 def test_what_fp32_cannot_hold_is_the_models_own_fault() -> None:
@@ -134,103 +65,72 @@ def test_what_fp32_cannot_hold_is_the_models_own_fault() -> None:
             return (x @ x) / 0.0
 
     found = autoamp.find_overflow(Own(), torch.ones(WIDTH, WIDTH).requires_grad_())
-    assert found.in_fp32
-    assert found.rule is None
-    assert "no option cures it" in str(found)
-
-
-def test_an_infinite_weight_is_blamed_by_name() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    assert (found.in_fp32, found.rule) == (True, None)
+    says(found, "no option cures it")
+    model = nn.Sequential(line(), line())
     with torch.no_grad():
         model[1].bias[3] = math.inf
     found = autoamp.find_overflow(model, small(4))
     assert (found.kind, found.name, found.in_fp32) == ("weight", "1.bias", True)
 
 
-class Raises(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[0] == 3:
-            raise KeyError("the model's own")
-        return x @ x
-
-
-BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
-    "no module": (lambda: small, {}, UnsupportedModelError, "function"),
-    "a model on meta": (
-        lambda: nn.Linear(WIDTH, WIDTH, device="meta"),
-        {},
-        UnsupportedModelError,
-        "meta device",
-    ),
+META = nn.Linear(WIDTH, WIDTH, device="meta")
+BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
+    "no module": (small, {}, autoamp.UnsupportedModelError, ["function"]),
+    "on meta": (META, {}, autoamp.UnsupportedModelError, ["meta device"]),
     "no scalar": (
-        lambda: nn.Linear(WIDTH, WIDTH),
+        line(),
         {"loss_fn": lambda out: out},
-        OptionError,
-        r"one element, but it returns \(4, 8\)",
+        autoamp.OptionError,
+        ["one element", "(4, 8)"],
     ),
     "no tensor": (
-        lambda: nn.Linear(WIDTH, WIDTH),
-        {"loss_fn": lambda out: None},
-        OptionError,
-        "returns NoneType",
+        line(),
+        {"loss_fn": lambda _: None},
+        autoamp.OptionError,
+        ["NoneType"],
     ),
     "no option": (
-        lambda: nn.Linear(WIDTH, WIDTH),
+        line(),
         {"options": {"precison": "fp16"}},
-        OptionError,
-        "precison",
+        autoamp.OptionError,
+        ["precison"],
     ),
-    "no loss function": (
-        lambda: nn.Linear(WIDTH, WIDTH),
-        {"loss_fn": 3},
-        OptionError,
-        "loss_fn=3",
-    ),
+    "no loss function": (line(), {"loss_fn": 3}, autoamp.OptionError, ["loss_fn=3"]),
     "no options": (
-        lambda: nn.Linear(WIDTH, WIDTH),
+        line(),
         {"options": "fp16"},
-        OptionError,
-        "options='fp16'",
+        autoamp.OptionError,
+        ["options='fp16'"],
     ),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_refused(name: str) -> None:
-    make, given, kind, words = BAD[name]
-    model = make()
+    model, given, kind, named = BAD[name]
     before = dict(vars(model)) if isinstance(model, nn.Module) else {}
-    with pytest.raises(kind, match=words) as caught:
+    with pytest.raises(kind) as raised:
         autoamp.find_overflow(model, small(4), **given)
-    assert isinstance(caught.value, AutoampError)
+    says(raised, *named)
     assert not before or vars(model) == before
 
 
 def test_an_input_on_another_device_is_named() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"\[0\].* is on meta"):
-        autoamp.find_overflow(nn.Linear(WIDTH, WIDTH), small(4).to("meta"))
-
-
-def test_an_error_of_the_models_own_is_raised_unchanged() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Raises())
-    x, wide = small(3), torch.randn(4, WIDTH + 1)
-    before = state_of(model)
-    with pytest.raises(KeyError, match="the model's own"):
-        autoamp.find_overflow(model, x)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        autoamp.find_overflow(model, wide)
-    assert_as_it_was(model, before)
+    with pytest.raises(autoamp.UnsupportedModelError) as raised:
+        autoamp.find_overflow(line(), small(4).to("meta"))
+    says(raised, "[0]", "meta")
 
 
 def test_an_error_of_the_loss_function_is_raised_unchanged() -> None:
-    def loss_fn(_: Tensor) -> Tensor:
-        raise LookupError("the user's own")
+    own = LookupError("the user's own")
 
-    model, x = nn.Linear(WIDTH, WIDTH), small(4)
-    before = state_of(model)
-    with pytest.raises(LookupError, match="the user's own"):
-        autoamp.find_overflow(model, x, loss_fn=loss_fn)
-    assert_as_it_was(model, before)
+    def loss_fn(_: Tensor) -> Tensor:
+        raise own
+
+    with pytest.raises(LookupError) as raised:
+        autoamp.find_overflow(line(), small(4), loss_fn=loss_fn)
+    assert raised.value is own
 
 
 # -- branches and loops ----------------------------------------------------------------
@@ -272,5 +172,5 @@ def test_an_op_in_a_body_is_named(kind: str) -> None:
     model = Bodies(kind).eval()
     found = autoamp.find_overflow(model, 3 * small(4))
     assert found.op == "aten::mul.Tensor", str(found)
-    assert "* 400 * 400" in found.source
+    says(found.source, line="* 400 * 400")
     assert found.rule is not None

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import re
 import shlex
 from pathlib import Path
@@ -223,28 +222,3 @@ def test_a_wrong_command_is_found(line: str) -> None:
     (words,) = commands(line)
     with pytest.raises((click.UsageError, autoamp.AutoampError, AssertionError)):
         check(words)
-
-
-# -- the table of docs/distributed.md --------------------------------------------------
-
-_MESH = "tensor parallel (parallelize_module), all DTensors, FSDP2 round them"
-WHOLE_FILES = {
-    "FSDP1": ("trainers/distributed.py", "FullyShardedDataParallel("),
-    _MESH: ("distributed/test_tensor_parallel.py", "parallelize_module("),
-}
-"""Rows whose test is a file without marks, and a call that stands in that file."""
-
-
-def test_every_row_of_the_table_of_ranks_has_a_test() -> None:
-    """A mark `row("DDP")` names the row that a test stands for."""
-    table = (REPO / "docs" / "distributed.md").read_text().partition("|---")[2]
-    lines = itertools.takewhile(lambda t: t.startswith("|"), table.splitlines()[1:])
-    cells = (line.split("|")[1].replace("`", "").strip() for line in lines)
-    rows = [cell.removeprefix("\N{EM DASH} ") for cell in cells]
-    tests = (REPO / "tests" / "distributed").glob("test_*.py")
-    texts = "".join(path.read_text() for path in tests)
-    marked = set(re.findall(r"\brow\(\s*\"(.*?)\"", texts))
-    assert len(rows) == len(set(rows)) > 5
-    assert set(rows) == marked | set(WHOLE_FILES)
-    for name, call in WHOLE_FILES.values():
-        assert call in (REPO / "tests" / name).read_text()

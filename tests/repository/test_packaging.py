@@ -189,18 +189,6 @@ WORKFLOWS = {
 
 
 @pytest.mark.skipif(not WORKFLOWS, reason="an sdist has no workflows")
-def test_workflows_run_targets_of_the_makefile() -> None:
-    makefile = (REPO / "Makefile").read_text()
-    wanted = set()
-    for workflow in WORKFLOWS.values():
-        for job in workflow["jobs"].values():
-            for step in job.get("steps", ()):
-                wanted |= set(re.findall(r"^make ([\w-]+)", step.get("run", "")))
-    assert wanted == {"test", "docs", "check-wheel"}
-    assert all(re.search(rf"^{name}:", makefile, re.MULTILINE) for name in wanted)
-
-
-@pytest.mark.skipif(not WORKFLOWS, reason="an sdist has no workflows")
 def test_only_what_was_tested_is_published() -> None:
     jobs = WORKFLOWS["release"]["jobs"]
     assert jobs["publish"]["needs"] == ["test", "build"]

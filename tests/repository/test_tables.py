@@ -11,7 +11,6 @@ import json
 import math
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,11 +28,10 @@ from benchmarks import (
     step_times,
 )
 from benchmarks.curves import Digits
-from benchmarks.models import MICRO_BATCHES, Workload, workloads
+from benchmarks.models import workloads
 from benchmarks.setting import Setting
 from benchmarks.timing import interleaved, ratios
 from benchmarks.ways import prepared
-from tests.conformance.table import PART, Figures, gather, markdown
 from tests.metrics import (
     compare_with_autocast,
     output_and_grad_errors,
@@ -41,6 +39,7 @@ from tests.metrics import (
     training_step,
 )
 from tests.models import BY_NAME
+from tests.says import says
 
 QUICK = workloads(quick=True)
 MLP = next(w for w in QUICK if w.name.startswith("mlp") and w.kind == "training")
@@ -140,15 +139,6 @@ def test_a_command_writes_its_page_and_its_figures(name: str, tmp_path, capsys) 
     assert torch.__version__ in figures["capability"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["bert", "resnet50"])
-def test_a_model_is_timed_in_a_process_of_its_own(name: str, tmp_path) -> None:
-    training = importlib.import_module("benchmarks.training")
-    assert training.TABLE.main(["--quick", "--out", str(tmp_path), name]) == 0
-    (row,) = processes.kept(tmp_path / "training-quick.json").values()
-    assert set(row["ways"]) == {"fp32", "autocast", "autoamp", "bfloat16"}
-
-
 def test_rounds_have_every_step_and_ratios_are_taken_in_each_round() -> None:
     calls: list[str] = []
     steps = {name: (lambda name=name: calls.append(name)) for name in "abc"}
@@ -159,33 +149,6 @@ def test_rounds_have_every_step_and_ratios_are_taken_in_each_round() -> None:
     assert min(before_c["a"], before_c["b"]) >= 3, "no step has one predecessor"
     taken = {"base": [1.0, 10.0, 2.0], "x": [2.0, 30.0, 2.0]}
     assert ratios(taken, "base") == {"base": 1.0, "x": 2.0}
-
-
-@pytest.mark.thorough
-def test_a_training_step_is_all_micro_batches_and_one_optimizer_step() -> None:
-    many = Workload("mlp", "micro-batches", MLP.case)
-    forwards: list[int] = []
-    made, step = harness.ready(many, "fp32", Setting())
-    made.model.register_forward_hook(lambda *_: forwards.append(1))
-    before = [p.detach().clone() for p in made.model.parameters()]
-    step()
-    assert len(forwards) == MICRO_BATCHES
-    pairs = zip(made.model.parameters(), before, strict=True)
-    assert all(not torch.equal(p, b) for p, b in pairs)
-    assert all(p.grad is None for p in made.model.parameters())
-
-
-def test_figures_of_one_workload() -> None:
-    chosen = ["fp32", "autocast", "model.bfloat16()"]
-    found = harness.run(MLP, chosen, rounds=2, device="cpu")
-    assert found["fp32"]["time_ratio"] == 1.0
-    assert found["fp32"]["casts"] == 0
-    # 2 weights, 2 biases, the input; up: the loss's `.float()`; the backward of these.
-    assert found["autocast"]["casts"] == 11
-    assert found["autocast"]["low_share"] == 1.0
-    assert found["autocast"]["saved_weight_copies"] > 0
-    assert found["model.bfloat16()"]["saved_bytes"] < found["fp32"]["saved_bytes"]
-    assert len(harness.rows("mlp (training)", found)) == len(chosen)
 
 
 def test_a_failing_peer_is_told_and_the_others_go_on(monkeypatch) -> None:
@@ -199,12 +162,6 @@ def test_a_failing_peer_is_told_and_the_others_go_on(monkeypatch) -> None:
     assert found["autocast"] == {"failed": "RuntimeError: no such thing here"}
     assert found["fp32"]["time_ratio"] == 1.0
     assert harness.rows("mlp (training)", found)[1][3] == "failed"
-
-
-@pytest.mark.parametrize("arguments", [["--peers", "fp33"], ["--only", "nothing"]])
-def test_an_unknown_name_is_an_error(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit, match=arguments[1]):
-        harness.TABLE.main(arguments)
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch) -> None:
@@ -338,21 +295,6 @@ def test_the_command_writes_a_table_and_curves_that_fall(tmp_path, capsys) -> No
     assert found[0]["runs"][0]["curve"] != found[1]["runs"][0]["curve"]
 
 
-@pytest.mark.thorough
-def test_a_skipped_step_is_counted(monkeypatch) -> None:
-    task = Digits(10)
-    model = task.start(0)
-    stepper = curves.Stepper(task, MODES["autocast fp16"], model)
-    before = model[0].weight.detach().clone()
-    inputs, targets = next(task.batches(torch.Generator()))
-    loss = curves.mean_loss(model(inputs), targets)
-    assert stepper.step(loss * math.inf)
-    assert torch.equal(model[0].weight, before)
-    assert stepper.loss_scale() == 32768
-    assert not stepper.step(curves.mean_loss(model(inputs), targets))
-    assert not torch.equal(model[0].weight, before)
-
-
 def runs(*metrics: float) -> list[dict[str, object]]:
     """What `train` returns, as far as it is judged."""
     rest = {"metric_in_fp32": 0.0, "curve": [1.0], "skipped_steps": []}
@@ -376,57 +318,6 @@ def test_the_verdict(metrics: tuple[float, ...], within: bool, text: str) -> Non
     assert text in line
 
 
-def test_a_failing_run_is_told() -> None:
-    task, mode = Digits(1), MODES["autoamp fp16"]
-    failed = [*runs(97.0), {"failed": "RuntimeError: no such thing"}]
-    found = curves.summary(task, failed, runs(97.0, 96.0))
-    assert "failed" in curves.row(task, mode, found)
-    passed, line = curves.verdict(task, mode, found)
-    assert not passed
-    assert line == "digits, autoamp fp16: failed, RuntimeError: no such thing"
-
-
-def reported(part: str, fill: Any = None, **more: Any) -> Any:
-    """What pytest hands over of one test of `part`."""
-    properties: list[tuple[str, Any]] = [(PART, part)]
-    if fill is not None:
-        fill(Figures(lambda name, value: properties.append((name, value))))
-    return SimpleNamespace(user_properties=properties, duration=0.5, **more)
-
-
-def counting(ops: int, error: float) -> Any:
-    def fill(figures: Figures) -> None:
-        figures.count("ops", ops)
-        figures.worst("error", error)
-
-    return fill
-
-
-STATS = {
-    "passed": [
-        reported("Ops", counting(3, 0.25)),
-        reported("Ops", counting(4, 0.5)),
-        SimpleNamespace(user_properties=[], duration=9.0),  # of no part
-    ],
-    "failed": [reported("Ops", counting(0, 0.1), nodeid="test_ops.py::test_exp")],
-    "skipped": [
-        reported("Ops", longrepr=("test_ops.py", 7, "Skipped: torch has none"))
-    ],
-    "error": [reported("Models", nodeid="test_models.py::test_vit")],
-    "deselected": [object()],
-}
-
-
-def test_the_table_tells_all_of_it() -> None:
-    text = markdown(gather(STATS))
-    row = next(line for line in text.splitlines() if line.startswith("| Ops"))
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells == ["Ops", "3", "1", "1", "2"]
-    assert "- Ops: 7 ops, error 0.5 at worst" in text
-    assert "- Ops: skipped 1: torch has none" in text
-    assert "- failed: test_models.py::test_vit" in text
-
-
 BF16 = torch.bfloat16
 
 
@@ -439,7 +330,7 @@ def test_relative_error() -> None:
     assert math.isnan(relative_error(torch.tensor([math.nan]), torch.ones(1)))
     z = torch.ones(1, dtype=torch.cfloat)
     assert relative_error(z * 1j, z) == pytest.approx(math.sqrt(2))
-    with pytest.raises(ValueError, match="other shapes"):
+    with pytest.raises(ValueError):
         relative_error(torch.ones(2), torch.ones(3))
 
 
@@ -449,8 +340,9 @@ def test_a_missing_gradient_is_not_overlooked() -> None:
     whole = training_step(model, case.loss, case.inputs(0))
     model.get_parameter("0.weight").requires_grad_(requires_grad=False)
     part = training_step(model, case.loss, case.inputs(0))
-    with pytest.raises(ValueError, match=r"one of the two only: \['0.weight'\]"):
+    with pytest.raises(ValueError) as raised:
         output_and_grad_errors([part], [whole])
+    says(raised, "0.weight")
 
 
 @pytest.mark.thorough

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp.errors import OptionError
 from autoamp.snapshot import files
 from autoamp_cli import main
+from tests.says import says
 from tests.small_models import BF16
 
 FP16: dict[str, Any] = {**BF16, "precision": "fp16", "loss_scale": "off"}
@@ -241,7 +241,7 @@ def test_a_call_from_python_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     drawn = torch.get_rng_state()
     found = autoamp.find_overflow(model, snapshot=tmp_path)
     assert "scores = torch." in found.source
-    assert "the loss was" in str(found)
+    says(found, "the loss was")
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert torch.equal(drawn, torch.get_rng_state())
     assert not model.training
@@ -320,7 +320,7 @@ def test_the_newest_of_several_is_taken(tmp_path: Path) -> None:
     train(DEATHS["flipped"], tmp_path)
     found = autoamp.find_overflow(Net(), snapshot=tmp_path)
     assert found.kind == "weight"
-    assert "older snapshots beside" in str(found)
+    says(found, "older snapshots")
 
 
 def test_a_snapshot_without_weights(tmp_path: Path, monkeypatch) -> None:
@@ -331,7 +331,7 @@ def test_a_snapshot_without_weights(tmp_path: Path, monkeypatch) -> None:
     assert facts["optimizer_state"] != "saved"
     found = autoamp.find_overflow(Net(), snapshot=tmp_path)
     assert found.name == "x"
-    assert "holds no weights" in str(found)
+    says(found, "no weights")
 
 
 def test_an_argument_that_cannot_be_saved(tmp_path: Path) -> None:
@@ -346,6 +346,7 @@ def test_an_argument_that_cannot_be_saved(tmp_path: Path) -> None:
     model: Any = Takes()
     autoamp.convert(model, **BF16, record=tmp_path)
     model(Held()).sum().backward()
-    with pytest.raises(OptionError, match="could not hold argument 0"):
+    with pytest.raises(autoamp.OptionError) as raised:
         autoamp.find_overflow(Takes(), snapshot=tmp_path)
+    says(raised, "argument 0")
     assert autoamp.find_overflow(Takes(), Held(), snapshot=tmp_path).found
