@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import autoamp
-from autoamp import compat
 from tests.quick import each_with_one
 
 X = torch.randn(4, 8)
@@ -34,13 +33,13 @@ def step(converted: nn.Module) -> None:
 def looks(monkeypatch) -> list[nn.Module]:
     """The models whose modules were looked through for hooks, in order."""
     found: list[nn.Module] = []
-    inner = compat.has_hooks
+    inner = autoamp.compat.has_hooks
 
     def look(of: nn.Module) -> bool:
         found.append(of)
         return inner(of)
 
-    monkeypatch.setattr(compat, "has_hooks", look)
+    monkeypatch.setattr("autoamp.compat.has_hooks", look)
     return found
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from autoamp import compat
+from autoamp.compat import with_room
 
 DEPTHS = range(20, 220)
 """Depths of calls: at one of some sixty the next call begins a new 16 KiB piece."""
@@ -57,6 +57,6 @@ def test_calls_with_room_map_no_memory() -> None:
 
 
 def test_what_is_called_with_room_answers_and_raises() -> None:
-    assert compat.with_room(divmod, 7, 2) == (3, 1)
+    assert with_room(divmod, 7, 2) == (3, 1)
     with pytest.raises(ZeroDivisionError):
-        compat.with_room(divmod, 7, 0)
+        with_room(divmod, 7, 0)

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoamp
-from autoamp.compat import frames
 from tests.small_models import BF16
 
 LIMIT = 60.0
@@ -28,7 +27,7 @@ class Trace(threading.Thread):
             self.may_end.wait(LIMIT)
             return 2 * x
 
-        with frames.lock():
+        with autoamp.compat.frames.lock():
             make_fx(traced)(torch.ones(2))
 
 

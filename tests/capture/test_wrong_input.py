@@ -47,13 +47,11 @@ def good() -> Tensor:
 WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "a product's shapes": ((torch.ones(3, 7),), {}),
     "a product in fp64": ((good().double(),), {}),
-    "a product of integers": ((good().long(),), {}),
     "a product of truth values": ((good().bool(),), {}),
     "a sum's shapes": ((good(),), {"more": {"bias": torch.ones(5)}}),
     "indices that are floats": ((good(), torch.ones(3)), {}),
     "an index out of range": ((good(), torch.tensor([1, 2, 9])), {}),
     "a missing key": ((good(),), {"more": {"weight": torch.ones(4)}}),
-    "too many arguments": ((good(), None, None, 1), {}),
     "too few arguments": ((), {}),
     "an unknown argument": ((good(),), {"mask": None}),
     "no tensor": (("text",), {}),
@@ -112,11 +110,9 @@ def ones(*sizes: int) -> Tensor:
 REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
     "an integer weight": (functional.linear, ones(8, 8)),
     "an integer bias": (lambda h, i: functional.linear(h, h, i), ones(8)),
-    "a product with a matrix": (lambda h, i: h @ i, ones(8, 8)),
     "a product with a vector": (lambda h, i: h @ i, ones(8)),
     "a sum and a product": (lambda h, i: torch.addmm(i, h, h), ones(8, 8)),
     "a norm's weight": (lambda h, i: functional.layer_norm(h, (8,), i), ones(8)),
-    "copied rows": (lambda h, i: h.index_copy(0, ROWS, i), ones(8, 8)),
     "rows put": (lambda h, i: h.index_put((ROWS,), i), ones(8, 8)),
     "a cross product": (lambda h, i: torch.linalg.cross(h[:, :3], i), ones(8, 3)),
 }
@@ -130,14 +126,6 @@ def refused(call: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
     return Of(lambda m, x, i: call(m.body(x), i), body=nn.Linear(8, 8))
 
 
-@pytest.mark.thorough(
-    but=[
-        "an integer weight",
-        "a product with a vector",
-        "a norm's weight",
-        "a cross product",
-    ]
-)
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_error_about_integers_names_the_dtypes_of_the_model(name: str) -> None:
     call, integers = REFUSED[name]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import logging
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +15,9 @@ from torch.optim import SGD, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
+from tests.logs import warned
+from tests.says import says
+from tests.small_models import converted
 
 LOW = {"do_no_harm": False}
 
@@ -117,36 +118,40 @@ def trained(net: Net, way: Way, **options: Any) -> Net:
     return net
 
 
+def check_training(plain: nn.Module, net: nn.Module, precision: str) -> None:
+    """Close to fp32 training, with every product low."""
+    for wide, low in zip(plain.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(low, wide, rtol=2**-5, atol=2**-7)
+    report = autoamp.report(net)
+    products = [op for op in report.ops if op.name.startswith("linear")]
+    assert {op.precision for op in products} == {precision}
+    assert {op.module for op in products} <= {path for path, _ in net.named_modules()}
+
+
 @pytest.mark.thorough(but=["bf16-is_private", "fp16-plays_two_parts"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_they_are_captured_whatever_calls_them(
-    precision: Any, way: Way, caplog
+    precision: str, way: Way, caplog
 ) -> None:
     torch.manual_seed(0)
     net = Net()
     before, plain = copy.deepcopy(net), trained(copy.deepcopy(net), way)
     trained(net, way, precision=precision, **LOW)
-    for old, wide, low in zip(
-        *(m.parameters() for m in (before, plain, net)), strict=True
-    ):
+    check_training(plain, net, precision)
+    each = (m.parameters() for m in (before, plain, net))
+    for old, wide, low in zip(*each, strict=True):
         moved = not torch.equal(old, wide)
         assert moved != torch.equal(wide, low), "fp32 and low training differ"
-        torch.testing.assert_close(low, wide, rtol=2**-5, atol=2**-7)
-    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
-    report = autoamp.report(net)
-    products = [op for op in report.ops if op.name.startswith("linear")]
-    assert {op.precision for op in products} == {precision}
-    paths = {path for path, _ in net.named_modules()}
-    assert {op.module for op in products} <= paths
+    assert not warned(caplog)
 
 
-def lightning_fit(manual: bool, **options: Any) -> nn.Module:
-    """A Lightning module that logs, validates and predicts, after two epochs."""
+def lightning_fit(**options: Any) -> nn.Module:
+    """A Lightning module that does all by itself, after two epochs."""
     lightning = pytest.importorskip("pytorch_lightning")
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
-        automatic_optimization = not manual
+        automatic_optimization = False
 
         def __init__(self) -> None:
             super().__init__()
@@ -155,10 +160,9 @@ def lightning_fit(manual: bool, **options: Any) -> nn.Module:
         def training_step(self, batch: Any, _: int) -> Tensor:
             loss: Tensor = self.body(self.all_gather(batch[0])).square().mean()
             self.log("loss", loss)
-            if manual:
-                self.optimizers().zero_grad()
-                self.manual_backward(loss)
-                self.optimizers().step()
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
             return loss
 
         def validation_step(self, batch: Any, _: int) -> None:
@@ -185,28 +189,18 @@ def lightning_fit(manual: bool, **options: Any) -> nn.Module:
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("manual", [True, False])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_lightning_module_that_logs(precision: Any, manual: bool, caplog) -> None:
-    plain = lightning_fit(manual)
-    net = lightning_fit(manual, precision=precision, **LOW)
-    for wide, low in zip(plain.parameters(), net.parameters(), strict=True):
-        assert not torch.equal(wide, low)
-        torch.testing.assert_close(low, wide, rtol=2**-5, atol=2**-7)
-    ops = autoamp.report(net).ops
-    assert {op.precision for op in ops if "linear" in op.name} == {precision}
+def test_a_lightning_module_that_logs(precision: str, caplog) -> None:
+    plain = lightning_fit()
+    net = lightning_fit(precision=precision, **LOW)
+    check_training(plain, net, precision)
+    assert not any(map(torch.equal, plain.parameters(), net.parameters()))
     assert not [each for each in caplog.records if each.name.startswith("autoamp")]
 
 
-class Branched(Net):
-    def _loss(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks[1](self.blocks[0](self.body(x)))).sum()
-
-
-@pytest.mark.thorough(but=["blocks.1"])
 @pytest.mark.parametrize("pattern", ["blocks.1", "body.*", "head", "blocks"])
 def test_patterns_name_them_from_the_root(pattern: str) -> None:
-    net = autoamp.convert(Branched(), precision="bf16", keep=[pattern], **LOW)
+    net = converted(Net(), keep=[pattern], strict=False)
     net._loss(torch.randn(4, 8))
     ops = [op for op in autoamp.report(net).ops if op.name.startswith("linear")]
     wide = {op.module for op in ops if op.precision == "fp32"}
@@ -218,14 +212,14 @@ def test_patterns_name_them_from_the_root(pattern: str) -> None:
 def test_a_part_can_be_traced() -> None:
     x, net = torch.randn(4, 8), Net()
     expected = net.body(x)
-    autoamp.convert(net, precision="bf16", **LOW)
+    converted(net, strict=False)
     assert torch.equal(torch.jit.trace(net.body, x)(x), expected)
 
 
 def test_they_go_with_their_root() -> None:
     x, net = torch.randn(4, 8), Net()
     expected, keys = net._loss(x), net.state_dict().keys()
-    autoamp.convert(net, precision="bf16", **LOW)
+    converted(net, strict=False)
     assert not torch.equal(net._loss(x), expected)
     assert net.state_dict().keys() == keys
     with autoamp.disabled():
@@ -243,7 +237,7 @@ def test_they_go_with_their_root() -> None:
 
 
 def test_a_captured_call_of_the_owner_holds_them() -> None:
-    x, net = torch.randn(4, 8), autoamp.convert(Net(), precision="bf16", **LOW)
+    x, net = torch.randn(4, 8), converted(Net(), strict=False)
     net(x)
     assert len(autoamp.report(net).graphs) == 1
     assert not any("forward" in vars(m) for m in net.modules() if m is not net)
@@ -259,7 +253,7 @@ def test_a_captured_call_of_the_owner_holds_them() -> None:
 def test_a_shallow_copy_that_calls_them_runs_in_fp32() -> None:
     x, net = torch.randn(4, 8), Net()
     expected = net(x)
-    autoamp.convert(net, precision="bf16", **LOW)
+    converted(net, strict=False)
     other = copy.copy(net)
     for _ in range(2):
         assert torch.equal(other(x), expected)
@@ -291,7 +285,7 @@ def give_to_a_part(net: Net) -> nn.Module:
 def test_a_module_that_is_given_to_the_model_later_is_captured(
     given: Callable[[Net], nn.Module],
 ) -> None:
-    x, net = torch.randn(4, 8), autoamp.convert(Net(), precision="bf16", **LOW)
+    x, net = torch.randn(4, 8), converted(Net(), strict=False)
     module = given(net)
     expected = F.linear(x, *module.parameters())
     assert not torch.equal(module(x), expected)
@@ -308,35 +302,27 @@ class Many(nn.ModuleList):
         return x
 
 
-def one_by_one(sizes: list[int], **options: Any) -> tuple[int, float]:
-    """How many graphs lone layers have, and how far off their results are at most."""
-    net = Many(nn.Linear(8, size) for size in sizes)
-    net = autoamp.convert(net, precision="bf16", **LOW, **options)
-    x, off = torch.randn(4, 8), 0.0
+def one_by_one(sizes: list[int], **options: Any) -> int:
+    """How many graphs lone layers have, each of which gives its own result."""
+    net = converted(Many(nn.Linear(8, size) for size in sizes), strict=False, **options)
+    x = torch.randn(4, 8)
     for layer in net.requires_grad_(False):
-        found = layer(x)
-        wide = F.linear(x, layer.weight, layer.bias)
-        off = max(off, (found - wide).abs().max().item())
-        kept = layer is net[1] and bool(options)
-        assert torch.equal(found, wide) == kept
-    return len(autoamp.report(net).graphs), off
+        found, wide = layer(x), F.linear(x, layer.weight, layer.bias)
+        assert (found - wide).abs().max() < 2**-5
+        assert torch.equal(found, wide) == (layer is net[1] and bool(options))
+    return len(autoamp.report(net).graphs)
 
 
 def test_parts_that_are_alike_share_graphs_unless_options_name_some() -> None:
-    graphs, off = one_by_one([8] * 20)
-    assert graphs == 1
-    assert off < 2**-5
-    assert one_by_one([8] * 4, keep=["1"])[0] == 2
+    assert one_by_one([8] * 20) == 1
+    assert one_by_one([8] * 4, keep=["1"]) == 2
 
 
-def test_captures_of_parts_are_bounded(monkeypatch, caplog) -> None:
-    monkeypatch.setattr("autoamp.compat.limits._MOST_SMALL_GRAPHS", 3)
-    graphs, off = one_by_one([8, 7, 6, 5, 4, 3, 2])
-    assert graphs == 4
-    assert off < 2**-5
-    said = [e.getMessage() for e in caplog.records if e.levelno >= logging.WARNING]
-    assert len(said) == 1
-    assert "called by themselves have 4 graphs" in said[0]
+@pytest.mark.thorough
+def test_captures_of_parts_are_bounded(caplog) -> None:
+    assert one_by_one([*range(2, 82)]) < 70
+    (told,) = warned(caplog)
+    says(told, "called by themselves", "graphs")
 
 
 class Breaks(nn.Module):
@@ -388,7 +374,7 @@ def test_a_checkpoint_around_a_graph_break_is_captured_both_times(
     if automatic:
         autoamp.enable(precision="bf16", **LOW)
     else:
-        autoamp.convert(net, precision="bf16", **LOW)
+        converted(net, strict=False)
     for _ in range(2):
         net.zero_grad()
         net(x).square().mean().backward()
@@ -429,17 +415,18 @@ def test_a_step_past_the_conversion_is_told_of_once(
     autoamp.convert(model, given, precision="bf16", strict=strict, **LOW)
     step(other(torch.ones(1, 2)).sum(), SGD(other.parameters(), 0.1))
     optimizer.step()  # no gradients
-    assert "Functional is converted" not in caplog.text
+    assert not any("Functional" in line for line in warned(caplog))
     model._loss(x).backward()
     if strict:
-        with pytest.raises(autoamp.AutoampError, match=r"Functional\._loss"):
+        with pytest.raises(autoamp.AutoampError) as raised:
             optimizer.step()
+        says(raised, "Functional._loss")
     for _ in range(3):
         step(model._loss(x), optimizer)
     # Models of other tests may end meanwhile, and say so.
-    told = [r.getMessage() for r in caplog.records if "Functional" in r.getMessage()]
+    told = [line for line in warned(caplog) if "Functional" in line]
     assert len(told) == (not strict)
-    assert strict or ("Functional is converted" in told[0] and "_loss" in told[0])
+    assert strict or says(told, "Functional", "_loss") is None
 
 
 def called(model: nn.Module, x: Tensor) -> Tensor:
@@ -483,16 +470,6 @@ def half(model: Any, x: Tensor) -> Tensor:
 def test_no_step_is_told_of_where_nothing_is_the_matter(loss: Any, caplog) -> None:
     model = Functional()
     optimizer = SGD(model.parameters(), 0.1)
-    autoamp.convert(model, precision="bf16", **LOW)
+    converted(model, strict=False)
     step(loss(model, torch.randn(4, 8)), optimizer)
-    assert not [each for each in caplog.records if "no call of it" in each.getMessage()]
-
-
-def test_torch_is_as_before_once_no_model_is_converted() -> None:
-    gc.collect()  # models of other tests
-    hooks = nn.modules.module._global_module_registration_hooks
-    before = len(hooks), vars(nn.Module)["_compiled_call_impl"]
-    net = autoamp.convert(Net(), precision="bf16", **LOW)
-    assert vars(nn.Module)["_compiled_call_impl"] is not None
-    autoamp.revert(net)
-    assert (len(hooks), vars(nn.Module)["_compiled_call_impl"]) == before
+    assert not any("no call of it" in each for each in warned(caplog))

