@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -27,6 +28,7 @@ _NEED_NO_LOOK: dict[str, tuple[str, ...]] = {
     "AUTOAMP_HOT": ON,
     "AUTOAMP_DO_NO_HARM": ON,
     "AUTOAMP_GUARD": (*ON, *OFF),
+    "AUTOAMP_MASTERS": ("fp32", "off"),
     "AUTOAMP_PRECISION": ("auto", "fp16", "bf16"),
     "AUTOAMP_STRICT": (*ON, *OFF),
 }
@@ -107,9 +109,11 @@ def _arm() -> None:
             if not beneath:
                 _armed.clear()
                 beneath[:] = call, compile_  # for calls made meanwhile
+                steps.put_back()
                 stand_ins = (first_call, call), (first_compile, compile_)
                 try:
-                    beneath[:] = _started(heat, *stand_ins)
+                    *found, steps.on = _started(heat, *stand_ins, hook=steps.hook)
+                    beneath[:] = found
                 except Exception as error:  # noqa: BLE001 (the script runs on in fp32)
                     _warn(f"{type(error).__name__}: {error}")
                     put_back()
@@ -119,6 +123,8 @@ def _arm() -> None:
         with lock:
             beneath[:] = call, compile_
             put_back()
+            steps.put_back()
+            steps.hook.remove()
 
     def put_back() -> None:
         """Puts torch's own back; under somebody's patch ours stays and passes on."""
@@ -128,8 +134,79 @@ def _arm() -> None:
             torch.compile = compile_
 
     module.__call__, torch.compile = first_call, first_compile
+    steps = _Steps(start)
     _armed[:] = [stop]
     atexit.register(_say_cold, heat, os.getpid())
+
+
+class _Steps:
+    """Starts the automatic mode where half-precision weights are about to be trained.
+
+    Their optimizer gets masters, however cold the modules are.
+
+    Attributes:
+        hook: torch's handle of `before`.
+        on: what a step is handed to from the start on, or None.
+    """
+
+    def __init__(self, start: Callable[[], Any]) -> None:
+        import torch
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        scaler: Any = torch.amp.GradScaler
+        optimizer: Any = torch.optim.Optimizer
+        unscale, load = scaler.unscale_, optimizer.load_state_dict
+
+        @functools.wraps(unscale)
+        def unscale_(self: Any, of: Any, *args: Any, **kwargs: Any) -> Any:
+            meet(of)
+            return unscale(self, of, *args, **kwargs)
+
+        @functools.wraps(load)
+        def load_state_dict(self: Any, saved: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(saved, dict) and "autoamp_masters" in saved:
+                meet(self)
+            return load(self, saved, *args, **kwargs)
+
+        meet, self.start, self.waits, self.on = self.meet, start, True, None
+        self._replaced = [
+            (scaler, "unscale_", unscale_, unscale),
+            (optimizer, "load_state_dict", load_state_dict, load),
+        ]
+        for owner, name, ours, _ in self._replaced:
+            setattr(owner, name, ours)
+        self._is_compiling = torch.compiler.is_dynamo_compiling
+        self.hook: Any = register_optimizer_step_pre_hook(self.before)
+
+    def before(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """The hook before every step."""
+        if self._is_compiling():
+            return None
+        self._look(optimizer)
+        return None if self.on is None else self.on(optimizer, args, kwargs)
+
+    def meet(self, optimizer: Any) -> None:
+        """Gives an optimizer its masters before its first step."""
+        if self._look(optimizer):
+            attach = sys.modules.get("autoamp.training.attach")
+            if attach is not None:
+                attach.take_on(optimizer)
+
+    def put_back(self) -> None:
+        """Waits no longer.  Under somebody's patch ours stays and passes on."""
+        self.waits = False
+        for owner, name, ours, original in self._replaced:
+            if getattr(owner, name) is ours:
+                setattr(owner, name, original)
+
+    def _look(self, optimizer: Any) -> bool:
+        """Starts the automatic mode if the optimizer trains half-precision weights."""
+        from autoamp_heat import trains_half
+
+        if not (self.waits and trains_half(optimizer)):
+            return False
+        self.start()
+        return True
 
 
 def _asks_for_a_look() -> bool:
@@ -142,11 +219,14 @@ def _asks_for_a_look() -> bool:
     )
 
 
-def _started(heat: Heat, *stand_ins: Any) -> Any:
-    """Starts the automatic mode; gives its `nn.Module.__call__` and `torch.compile`."""
+def _started(heat: Heat, *stand_ins: Any, hook: Any) -> Any:
+    """Starts the automatic mode.
+
+    It gives its `nn.Module.__call__`, its `torch.compile`, and what `hook` is to call.
+    """
     from autoamp.auto.switch import enable_from_environment
 
-    return enable_from_environment(*stand_ins, heat=heat)
+    return enable_from_environment(*stand_ins, heat=heat, hook=hook)
 
 
 def _say_cold(heat: Heat, process: int) -> None:

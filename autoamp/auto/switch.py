@@ -261,7 +261,7 @@ def enable(
 
 
 def enable_from_environment(
-    *stand_ins: tuple[Any, Any], heat: Heat | None = None
+    *stand_ins: tuple[Any, Any], heat: Heat | None = None, hook: Any = None
 ) -> list[Any]:
     """`enable` with the settings in the environment variables.
 
@@ -269,18 +269,19 @@ def enable_from_environment(
         *stand_ins: the functions that replace `nn.Module.__call__` and `torch.compile`
             until now, each with the original.
         heat: the counts of the calls so far.
+        hook: as for `expect_models`.
 
     Returns:
-        The functions that replace these two from now on.
+        The functions that replace these two from now on, and that for `hook`.
 
     Raises:
         AutoampError: a variable is unusable; nothing was changed.
     """
     settings = environment.read(os.environ)
-    _start(settings, heat or Heat(), *stand_ins)
+    before_step = _start(settings, heat or Heat(), *stand_ins, hook=hook)
     for sentence in environment.remarks(os.environ):
         logger.warning("autoamp: %s", sentence)
-    return [patch.ours for patch in _patches[: len(stand_ins)]]
+    return [*(patch.ours for patch in _patches[: len(stand_ins)]), before_step]
 
 
 def disable() -> None:
@@ -334,7 +335,9 @@ def _start(
     heat: Heat,
     call: tuple[Any, Any] | None = None,
     compile_: tuple[Any, Any] | None = None,
-) -> None:
+    *,
+    hook: Any = None,
+) -> Any:
     global _mode
     _disarm()
     with _switch:
@@ -348,10 +351,11 @@ def _start(
                 _patches.append(Patch(torch.nn.utils, "get_total_norm", tolerating))
             _patches.append(Patch(torch.amp.GradScaler, "unscale_", unscaling))
             _patches.append(Patch(torch.optim.Optimizer, "load_state_dict", loading))
-        expect_models(settings.options)
+        before_step = expect_models(settings.options, hook)
     if before is not None:
         _tell_of_unmet(before)
         before.revert_all()
+    return before_step
 
 
 def _watching(original: Call) -> Call:

@@ -168,7 +168,7 @@ def take_on(optimizer: Optimizer) -> None:
     and nothing is changed.
     """
     options = _expecting[0] if _expecting else None
-    if options is None or options.masters == "off" or not half.trains_half(optimizer):
+    if options is None or options.masters == "off" or not half.wants_masters(optimizer):
         return
     known = boundary_of(optimizer)
     if known is not None and known.masters is not None:
@@ -348,7 +348,9 @@ def _meet_optimizers(scaling: ModelScaling, weights: Sequence[torch.Tensor]) -> 
 # -- the first step of an optimizer that nobody named ----------------------------------
 
 
-def expect_models(options: Options | None) -> None:
+def expect_models(
+    options: Options | None, hook: RemovableHandle | None = None
+) -> Callable[..., Any] | None:
     """Has optimizers be met before there is any scaling, or no more.
 
     A closure may call a model for the first time inside a step, and half-precision
@@ -356,8 +358,16 @@ def expect_models(options: Options | None) -> None:
 
     Args:
         options: the options of the automatic mode; None where it ends.
+        hook: a hook before every step that is there already; torch lets nobody
+            register another while a step calls its hooks.
+
+    Returns:
+        What that hook is to call; None where we have a hook of our own.
     """
     _expecting[:] = [] if options is None else [options]
+    taken = hook is not None and not _hook
+    if hook is not None and taken:
+        _hook.append(hook)
     _set_hook()
     if options is None or options.masters == "off":
         for boundary in list(_met_by_masters):
@@ -365,6 +375,7 @@ def expect_models(options: Options | None) -> None:
             _take_masters(boundary)
             if not boundary.scalings:
                 detach(boundary)
+    return _before_step if taken else None
 
 
 def _set_hook() -> None:

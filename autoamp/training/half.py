@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from autoamp import compat
-from autoamp.dtypes import has_masters, short_name
+from autoamp.dtypes import short_name
 from autoamp.inspect.text import bytes_text, counted
 from autoamp.options import Options
 from autoamp.printable import class_name
 from autoamp.training.boundary import params_of
-from autoamp.training.masters import Masters, has_half
+from autoamp.training.masters import Masters
+from autoamp_heat import trains_half
 
 logger = logging.getLogger(__name__)
-
-_whole: weakref.WeakKeyDictionary[Optimizer, tuple[Any, ...]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Optimizers that hold no half-precision weight, with what `_stamp` said of them."""
 
 _declined: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers whose weights are to have no masters, or cannot have any."""
@@ -37,26 +32,9 @@ def decline(optimizer: Optimizer) -> None:
     _declined.add(optimizer)
 
 
-def trains_half(optimizer: Optimizer) -> bool:
-    """Whether an optimizer trains half-precision weights, and none was declined.
-
-    An optimizer without half-precision weights is looked at again when it is given a
-    group, or when the dtype of its first weight has changed.
-    """
-    stamp = _stamp(optimizer)
-    if _whole.get(optimizer) == stamp or optimizer in _declined:
-        return False
-    params = params_of(optimizer)
-    if any(has_masters(p.dtype) for p in params):
-        return has_half(params)
-    _whole[optimizer] = stamp
-    return False
-
-
-def _stamp(optimizer: Optimizer) -> tuple[Any, ...]:
-    groups = optimizer.param_groups
-    first = groups[0]["params"] if groups else ()
-    return len(groups), first[0].dtype if first else None
+def wants_masters(optimizer: Optimizer) -> bool:
+    """Whether an optimizer trains half-precision weights, and none was declined."""
+    return trains_half(optimizer) and optimizer not in _declined
 
 
 def masters_for(optimizer: Optimizer) -> Masters:

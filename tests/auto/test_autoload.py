@@ -182,7 +182,7 @@ def test_nonsense_is_one_warning(value: str, monkeypatch, caplog) -> None:
 def test_whatever_fails_at_the_start_is_one_warning(
     monkeypatch, caplog, x: Tensor
 ) -> None:
-    def fail(*_: Any, heat: Any = None) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("the bridge is out")
 
     monkeypatch.setattr(switch, "enable_from_environment", fail)

@@ -509,3 +509,27 @@ def test_the_variable(masters: str) -> None:
     assert ("MOVED 0" in result.stdout) != kept
     assert ("Adam updates fp32 masters of 2 weights" in result.stderr) == kept
     assert ("give one of fp32, off" in result.stderr) == (masters == "of")
+
+
+COLD = """
+import sys, torch
+model = torch.nn.LayerNorm(8).half()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+for _ in range(2):
+    optimizer.zero_grad()
+    loss = model(torch.arange(8.0).half()).float().cumsum(0).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+masters = optimizer.state_dict()["autoamp_masters"]
+lost = [bool((m != m.half().float()).any()) for m in masters.values()]
+print(sorted(masters), all(lost))
+"""
+
+
+def test_a_scaler_of_a_cold_model_meets_fp32_gradients() -> None:
+    result = run_script(COLD, AUTOAMP_ENABLE="1")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "['bias', 'weight'] True\n"
+    assert result.stderr.count("fp32 masters") == 1
