@@ -26,7 +26,7 @@ Layer = tuple[Any, ...]
 
 def _leaf(function: Callable[[Any, Tensor], Tensor], **parts: Any) -> nn.Module:
     """A layer with no layers inside, of a class whose `forward` is `function`."""
-    layer = type(function.__name__.strip("_"), (nn.Module,), {"forward": function})()
+    layer = type("Leaf", (nn.Module,), {"forward": function})()
     for name, part in parts.items():
         if isinstance(part, nn.Parameter) or not isinstance(part, Tensor):
             setattr(layer, name, part)
@@ -35,8 +35,8 @@ def _leaf(function: Callable[[Any, Tensor], Tensor], **parts: Any) -> nn.Module:
     return layer
 
 
-def _linear() -> nn.Linear:
-    return nn.Linear(WIDTH, WIDTH)
+def _linear(inner: int = WIDTH, outer: int = WIDTH) -> nn.Linear:
+    return nn.Linear(inner, outer)
 
 
 def _attend(m: Any, x: Tensor) -> Tensor:
@@ -51,22 +51,6 @@ def _attend_by_hand(m: Any, x: Tensor) -> Tensor:
     ahead = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
     scores = scores.masked_fill(ahead, torch.finfo(x.dtype).min)
     return scores.softmax(-1) @ m.v(x)
-
-
-def _convolve(m: Any, x: Tensor) -> Tensor:
-    return m.conv(x.transpose(1, 2)).transpose(1, 2)
-
-
-def _convolve_image(m: Any, x: Tensor) -> Tensor:
-    return m.norm(m.conv(x.unsqueeze(1))).mean(1)
-
-
-def _feed_forward(m: Any, x: Tensor) -> Tensor:
-    return m.down(functional.gelu(m.up(x)))
-
-
-def _tied(m: Any, x: Tensor) -> Tensor:
-    return m.fc(torch.tanh(functional.linear(x, m.fc.weight.t())))
 
 
 def _count(m: Any, x: Tensor) -> Tensor:
@@ -94,14 +78,6 @@ def _full(m: Any, x: Tensor) -> Tensor:
         return m.other(torch.tanh(m.fc(x.to(m.fc.weight.dtype))))
 
 
-def _user_low(m: Any, x: Tensor) -> Tensor:
-    return m.fc(x).to(torch.bfloat16).to(x.dtype) + x
-
-
-def _user_double(m: Any, x: Tensor) -> Tensor:
-    return m.fc(x).double().softmax(-1).to(x.dtype) * WIDTH**0.5
-
-
 def _branch_on_data(m: Any, x: Tensor) -> Tensor:
     # What decides is far from where it would change its mind, whatever the rounding.
     if x.shape[0] > 0 and m.turn.item() % 2 == 0:
@@ -124,41 +100,36 @@ def _loop(m: Any, x: Tensor) -> Tensor:
     return x + torch.stack(seen, 1).mean(1, keepdim=True)
 
 
-def _look_up(m: Any, x: Tensor) -> Tensor:
-    words = torch.arange(x.shape[1]) % WORDS
-    return x + m.table(words)
-
-
-def _choose(m: Any, x: Tensor) -> Tensor:
-    return torch.where(m.fc(x) > 0, x, m.other(x))
-
-
 def _gather(m: Any, x: Tensor) -> Tensor:
     order = torch.arange(x.shape[1]).flip(0)
     return m.fc(x)[:, order] + x.index_select(1, order)
 
 
-def _recur(m: Any, x: Tensor) -> Tensor:
-    return m.rnn(x)[0]
-
-
 def _reduce(m: Any, x: Tensor) -> Tensor:
     y = m.fc(x)
-    return (
-        y
-        - y.mean(-1, keepdim=True)
-        + y.amax(1, keepdim=True)
-        - y.logsumexp(-1)[..., None]
-    )
+    centred = y - y.mean(-1, keepdim=True)
+    return centred + y.amax(1, keepdim=True) - y.logsumexp(-1)[..., None]
 
 
-def _low_rank(m: Any, x: Tensor) -> Tensor:
-    return torch.einsum("bld,dr,re->ble", x, m.left, m.left.t()) / 2
+def _layer(
+    function: Callable[[Any, Tensor], Tensor], names: str = "fc", **more: Any
+) -> Any:
+    """Makes a leaf of linear layers of these names, and of what `more` makes."""
+
+    def make() -> nn.Module:
+        parts = {name: _linear() for name in names.split()}
+        return _leaf(function, **parts, **{n: part() for n, part in more.items()})
+
+    return make
 
 
-def _two(function: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Module]:
-    """A leaf of two linear layers."""
-    return lambda: _leaf(function, fc=_linear(), other=_linear())
+def _turned(kind: Callable[[], nn.Module]) -> Any:
+    """A layer of torch's that has its channels before its length."""
+    return _layer(lambda m, x: m.of(x.transpose(1, 2)).transpose(1, 2), "", of=kind)
+
+
+def _zero() -> Tensor:
+    return torch.zeros(())
 
 
 LEAVES: dict[str, Callable[[], nn.Module]] = {
@@ -168,41 +139,60 @@ LEAVES: dict[str, Callable[[], nn.Module]] = {
     "norm": lambda: nn.LayerNorm(WIDTH),
     "rms_norm": lambda: nn.RMSNorm(WIDTH),
     "dropout": lambda: nn.Dropout(0.3),
-    "feed_forward": lambda: _leaf(
-        _feed_forward, up=nn.Linear(WIDTH, 4 * WIDTH), down=nn.Linear(4 * WIDTH, WIDTH)
+    "feed_forward": _layer(
+        lambda m, x: m.down(functional.gelu(m.up(x))),
+        "",
+        up=lambda: _linear(WIDTH, 4 * WIDTH),
+        down=lambda: _linear(4 * WIDTH, WIDTH),
     ),
-    "attention": lambda: _leaf(_attend, qkv=nn.Linear(WIDTH, 3 * WIDTH), out=_linear()),
-    "attention_by_hand": lambda: _leaf(
-        _attend_by_hand, q=_linear(), k=_linear(), v=_linear()
+    "attention": _layer(_attend, "out", qkv=lambda: _linear(WIDTH, 3 * WIDTH)),
+    "attention_by_hand": _layer(_attend_by_hand, "q k v"),
+    "conv": _turned(lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1)),
+    "batch_norm": _turned(lambda: nn.BatchNorm1d(WIDTH)),
+    "group_norm": _turned(lambda: nn.GroupNorm(4, WIDTH)),
+    "image": _layer(
+        lambda m, x: m.norm(m.conv(x.unsqueeze(1))).mean(1),
+        "",
+        conv=lambda: nn.Conv2d(1, 4, 3, padding=1),
+        norm=lambda: nn.BatchNorm2d(4),
     ),
-    "conv": lambda: _leaf(_convolve, conv=nn.Conv1d(WIDTH, WIDTH, 3, padding=1)),
-    "image": lambda: _leaf(
-        _convolve_image, conv=nn.Conv2d(1, 4, 3, padding=1), norm=nn.BatchNorm2d(4)
+    "lstm": _layer(
+        lambda m, x: m.of(x)[0],
+        "",
+        of=lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True),
     ),
-    "batch_norm": lambda: _leaf(_convolve, conv=nn.BatchNorm1d(WIDTH)),
-    "group_norm": lambda: _leaf(_convolve, conv=nn.GroupNorm(4, WIDTH)),
-    "lstm": lambda: _leaf(_recur, rnn=nn.LSTM(WIDTH, WIDTH, batch_first=True)),
-    "tied": lambda: _leaf(_tied, fc=_linear()),
-    "count": lambda: _leaf(
-        _count, running=torch.zeros(WIDTH), calls=torch.zeros((), dtype=torch.long)
+    "tied": _layer(
+        lambda m, x: m.fc(torch.tanh(functional.linear(x, m.fc.weight.t())))
     ),
-    "write": lambda: _leaf(_write, fc=_linear()),
-    "quiet": _two(_quiet),
-    "full": _two(_full),
-    "user_low": lambda: _leaf(_user_low, fc=_linear()),
-    "user_double": lambda: _leaf(_user_double, fc=_linear()),
-    "branch_on_data": lambda: _leaf(
-        _branch_on_data, fc=_linear(), other=_linear(), turn=torch.zeros(())
+    "count": _layer(
+        _count,
+        "",
+        running=lambda: torch.zeros(WIDTH),
+        calls=lambda: torch.zeros((), dtype=torch.long),
     ),
-    "cond": lambda: _leaf(
-        _cond, first=_linear(), second=_linear(), turn=torch.zeros(())
+    "write": _layer(_write),
+    "quiet": _layer(_quiet, "fc other"),
+    "full": _layer(_full, "fc other"),
+    "user_low": _layer(lambda m, x: m.fc(x).to(torch.bfloat16).to(x.dtype) + x),
+    "user_double": _layer(
+        lambda m, x: m.fc(x).double().softmax(-1).to(x.dtype) * WIDTH**0.5
     ),
-    "loop": _two(_loop),
-    "look_up": lambda: _leaf(_look_up, table=nn.Embedding(WORDS, WIDTH)),
-    "choose": _two(_choose),
-    "gather": lambda: _leaf(_gather, fc=_linear()),
-    "reduce": lambda: _leaf(_reduce, fc=_linear()),
-    "low_rank": lambda: _leaf(_low_rank, left=nn.Parameter(torch.randn(WIDTH, 4) / 2)),
+    "branch_on_data": _layer(_branch_on_data, "fc other", turn=_zero),
+    "cond": _layer(_cond, "first second", turn=_zero),
+    "loop": _layer(_loop, "fc other"),
+    "look_up": _layer(
+        lambda m, x: x + m.table(torch.arange(x.shape[1]) % WORDS),
+        "",
+        table=lambda: nn.Embedding(WORDS, WIDTH),
+    ),
+    "choose": _layer(lambda m, x: torch.where(m.fc(x) > 0, x, m.other(x)), "fc other"),
+    "gather": _layer(_gather),
+    "reduce": _layer(_reduce),
+    "low_rank": _layer(
+        lambda m, x: torch.einsum("bld,dr,re->ble", x, m.left, m.left.t()) / 2,
+        "",
+        left=lambda: nn.Parameter(torch.randn(WIDTH, 4) / 2),
+    ),
 }
 
 

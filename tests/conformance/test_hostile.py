@@ -17,13 +17,12 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -62,25 +61,9 @@ model(torch.randn(2, 4)).sum().backward()
 print("ran")
 """
 
-# A directory is made where one is asked for: only below /proc.
-UNMADE = [name for name in VARIABLES if name != environment.REPORT_DIR]
+# A directory is made where one is asked for.
+UNMADE = [name for name in VARIABLES if not name.endswith("_DIR")]
 text = st.text(max_size=20) | st.sampled_from(HOSTILE)
-values = st.fixed_dictionaries({}, optional=dict.fromkeys(UNMADE, text))
-
-
-@settings(max_examples=100)
-@given(values, st.text(max_size=300))
-def test_all_variables_at_once(given_: dict[str, str], other: str) -> None:
-    environ = {**given_, f"AUTOAMP_{other}": other}
-    said = ""
-    try:
-        environment.read(environ)
-    except autoamp.AutoampError as error:
-        said = str(error)
-    assert not said or any(name in said for name in given_)
-    for sentence in (said, *environment.remarks(environ)):
-        assert "\n" not in sentence
-        assert_can_be_shown(sentence)
 
 
 @pytest.mark.parametrize("value", HOSTILE, ids=range(len(HOSTILE)))
@@ -106,7 +89,7 @@ def test_a_script_runs_on_and_is_told_once(value: str, tmp_path) -> None:
 # -- the command line ------------------------------------------------------------------
 
 
-def call(*arguments: str, **environ: str) -> Result:
+def call(*arguments: str, **environ: str) -> Any:
     return CliRunner(env=environ).invoke(cli.main, arguments, prog_name="autoamp")
 
 
@@ -150,18 +133,10 @@ def test_env_shows_variables_on_lines_of_their_own(value: str) -> None:
     assert all(line.startswith("  ") and line.isprintable() for line in lines)
 
 
-@pytest.mark.parametrize("arguments", [["env", "x"], ["\x1b[31m"], ["env", "--\udcff"]])
-def test_other_arguments_are_refused(arguments: list[str]) -> None:
-    result = call(*arguments)
-    assert result.exit_code == 2
-    assert "Traceback" not in result.output
-
-
 # -- names -----------------------------------------------------------------------------
 
 NAMES = {
-    "rich": "[red]x[/red]",
-    "end of rich": "[/]",
+    "rich": "[red]x[/]",
     "link": "[link=file:///etc/passwd]x",
     "html": "<script>alert(1)</script>&\"'",
     "newline": 'a\nb"];\n}',
@@ -196,22 +171,16 @@ def hostile(name: str, **more: Any) -> nn.Module:
     return autoamp.convert(Model(), **{**BF16, **more})
 
 
-@pytest.fixture
-def logged() -> Iterator[list[str]]:
-    """All that autoamp logs."""
-    lines: list[str] = []
-    logger, handler = logging.getLogger("autoamp"), logging.Handler(logging.DEBUG)
-    handler.emit = lambda record: lines.append(record.getMessage())
-    level = logger.level
-    logger.setLevel(logging.DEBUG)
-    logger.addHandler(handler)
-    yield lines
-    logger.removeHandler(handler)
-    logger.setLevel(level)
-
-
 @pytest.mark.parametrize("kind", NAMES)
-def test_names_are_shown_as_they_are(kind: str, logged: list[str], tmp_path) -> None:
+def test_names_are_shown_as_they_are(kind: str, caplog, tmp_path) -> None:
+    """On one line each, in reports, errors and what is logged."""
+
+    def fails(gm: Any, inputs: Any) -> Any:
+        raise ValueError(f"{NAMES[kind]}\x1b[31m[red]first\nsecond\u202e")
+
+    caplog.set_level(logging.DEBUG, "autoamp")
+    failed = hostile(NAMES[kind], strict=False, backend=fails)
+    failed(torch.randn(2, 8))
     model = hostile(NAMES[kind], strict=False)
     model(torch.randn(2, 8)).sum().backward()
     with torch.utils.flop_counter.FlopCounterMode(display=False):
@@ -223,8 +192,10 @@ def test_names_are_shown_as_they_are(kind: str, logged: list[str], tmp_path) -> 
     dot = report.to_dot()
     texts = [str(report), repr(report), report.to_json(tmp_path / "a.json"), dot]
     texts += map(report.why, (row.name for row in report.ops))
+    logged = [r.getMessage() for r in caplog.records if r.name.startswith("autoamp")]
     assert logged
-    for said in [*texts, *logged]:
+    told = autoamp.report(failed)
+    for said in [*texts, *logged, str(told), told.to_json()]:
         assert said.replace("\n", "").isprintable()
     document = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
     assert document["model"] == report.label
@@ -252,88 +223,8 @@ def test_names_are_no_markup(kind: str) -> None:
     shown, controls = on_a_terminal(NAMES[kind])
     assert controls == on_a_terminal("plain")[1]
     assert "\x1b" not in shown
-    if kind in ("rich", "end of rich", "link", "html", "percent"):
+    if kind in ("rich", "link", "html", "percent"):
         assert NAMES[kind] in shown
-
-
-def test_errors_of_models_are_shown_as_text(logged: list[str]) -> None:
-    def fails(gm: Any, inputs: Any) -> Any:
-        raise ValueError("\x1b[31m[red]first\nsecond\u202e")
-
-    model = hostile("plain", strict=False, backend=fails)
-    model(torch.randn(2, 8))
-    report = autoamp.report(model)
-    assert "[red]first" in str(report)
-    for said in [*logged, str(report), report.to_json()]:
-        assert said.replace("\n", "").isprintable()
-
-
-# -- the report directory --------------------------------------------------------------
-
-WRITES = """
-import json, os, sys
-import torch
-from torch import nn
-
-names = json.loads(os.environ["NAMES"])
-for name in names:
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self._modules[name] = nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self._modules[name](x).exp()
-
-    Model.__name__ = Model.__qualname__ = name.replace("\\0", "0").encode(
-        "utf-8", "replace"
-    ).decode()
-    model = Model()
-    globals()[f"kept{id(model)}"] = model
-    model(torch.randn(2, 8))
-"""
-
-
-def test_report_files_are_below_the_directory(tmp_path) -> None:
-    """Names that collide have places of their own."""
-    root = tmp_path / "reports"
-    names = [*NAMES.values(), "a/b", "a\\b", "a b", "a_b"]
-    environ = {"AUTOAMP_ENABLE": "1", "AUTOAMP_PRECISION": "bf16"}
-    environ |= {"AUTOAMP_DO_NO_HARM": "0", "AUTOAMP_REPORT_DIR": str(root)}
-    done = subprocess.run(
-        [sys.executable, "-c", WRITES],
-        env=os.environ | environ | {"NAMES": json.dumps(names)},
-        cwd=tmp_path,
-        capture_output=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["reports"]
-    written = [path for path in root.rglob("*") if path.is_file()]
-    assert len(written) == 4 * len(names)
-    for path in written:
-        assert path.parent.parent == root
-        assert re.fullmatch(r"[\w.-]+", path.parent.name)
-        assert path.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("what", ["file", "below a file", "loop", "device", "long"])
-def test_directories_that_cannot_be(what: str, tmp_path) -> None:
-    file, loop = tmp_path / "file", tmp_path / "loop"
-    file.write_text("mine")
-    loop.symlink_to(loop)
-    asked = {
-        "file": file,
-        "below a file": file / "reports",
-        "loop": loop / "reports",
-        "device": Path(os.devnull),
-        "long": tmp_path / ("x" * 300),
-    }[what]
-    with pytest.raises(autoamp.OptionError, match="report_dir") as caught:
-        environment.writable(str(asked))
-    assert_can_be_shown(str(caught.value))
-    assert file.read_text() == "mine"
 
 
 # -- rules files -----------------------------------------------------------------------
@@ -441,11 +332,6 @@ LARGE = {
 @pytest.mark.parametrize("name", LARGE)
 def test_large_and_deep_files_are_refused(name: str, folder: Path) -> None:
     assert load(LARGE[name].encode(), folder)
-
-
-def test_reasons_may_have_full_stops(folder: Path) -> None:
-    reason = "Thus. " * parse.MAX_DOTS
-    assert load(f'[deny]\nmm = "{reason}"'.encode(), folder) == ""
 
 
 FORBIDDEN = {
@@ -579,14 +465,13 @@ def test_any_field_of_a_scale(scaled: Trained, field: str, value: Any) -> None:
     optimizer.load_state_dict(before)
 
 
-def test_fields_that_are_missing_or_unknown_are_named(scaled: Trained) -> None:
-    assert loaded(scaled, scale_with(scaled)) == ""
-    said = loaded(scaled, scale_with(scaled, **{"\x1b[31mx": 1}))
-    assert "unknown '\\x1b[31mx'" in said
-    for field in FIELDS:
-        state = scale_with(scaled)
-        del state["param_groups"][0][boundary.KEY]["loss_scales"][0][field]
-        assert field in loaded(scaled, state)
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_field_that_is_missing_is_named(scaled: Trained, field: str) -> None:
+    state = scale_with(scaled, **{"\x1b[31mx": 1})
+    assert "\\x1b[31mx" in loaded(scaled, state)
+    state = scale_with(scaled)
+    del state["param_groups"][0][boundary.KEY]["loss_scales"][0][field]
+    assert field in loaded(scaled, state)
 
 
 NOT_MASTERS = {
@@ -606,9 +491,3 @@ def test_what_is_no_master(half: Trained, kind: str, name: str) -> None:
     state = copy.deepcopy(half[1].state_dict())
     state[MASTERS][name] = NOT_MASTERS[kind]
     assert name.replace("\x1b", "\\x1b") in loaded(half, state)
-
-
-def test_ten_thousand_masters_too_many(half: Trained) -> None:
-    state = copy.deepcopy(half[1].state_dict())
-    state[MASTERS] |= {f"extra{i}": torch.ones(1) for i in range(10**4)}
-    assert "extra0" in loaded(half, state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import transformers
@@ -28,6 +29,21 @@ def tiny(model: str, dropout: float = 0.0, **settings: Any) -> nn.Module:
     """The named class with small random weights."""
     cls = getattr(transformers, model)
     return without_zeros(cls(config_of(cls, dropout, settings)))
+
+
+def rows(text: str, **known: Any) -> list[tuple[str, str, dict[str, Any]]]:
+    """Lines `name Class key=value, ...`, of which an indented one goes on with another.
+
+    They are a name, a class of transformers, and what its config needs besides.
+
+    Args:
+        known: what the values may name.
+    """
+    found = []
+    for line in re.sub(r"\n +", " ", text.strip()).splitlines():
+        name, cls, settings = [*line.split(" ", 2), ""][:3]
+        found.append((name, cls, eval(f"dict({settings})", dict(known))))
+    return found
 
 
 def without_zeros(model: nn.Module) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,129 +11,49 @@ from torch import Tensor, nn
 
 from tests.models.case import Args, Case, distance, generator, labelled, tokens
 from tests.models.hf import SEQUENCES, spectra, whisper
-from tests.models.tiny import TINY, VOCAB, tiny
+from tests.models.tiny import TINY, VOCAB, rows, tiny
 
 SIDE = 32
 LABELS = 5
 
-_PATCHES = {"image_size": SIDE, "patch_size": 8, "num_labels": LABELS}
-_SWIN = {
-    "image_size": SIDE,
-    "patch_size": 4,
-    "embed_dim": 24,
-    "depths": [1, 1],
-    "num_heads": [2, 4],
-    "window_size": 4,
-    "num_labels": LABELS,
-}
-
-IMAGES: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("vit", "ViTForImageClassification", _PATCHES),
-    ("deit", "DeiTForImageClassification", _PATCHES),
-    (
-        "beit",
-        "BeitForImageClassification",
-        {**_PATCHES, "use_relative_position_bias": True},
-    ),
-    ("dinov2", "Dinov2ForImageClassification", {**_PATCHES, "mlp_ratio": 2}),
-    ("swin", "SwinForImageClassification", _SWIN),
-    ("swinv2", "Swinv2ForImageClassification", _SWIN),
-    (
-        "hiera",
-        "HieraForImageClassification",
-        {
-            "image_size": [SIDE, SIDE],
-            "embed_dim": 16,
-            "depths": [1, 1, 1],
-            "num_heads": [1, 2, 4],
-            "num_query_pool": 2,
-            "patch_stride": [4, 4],
-            "masked_unit_size": [4, 4],
-            "num_labels": LABELS,
-        },
-    ),
-    (
-        "convnextv2",
-        "ConvNextV2ForImageClassification",
-        {
-            "image_size": SIDE,
-            "hidden_sizes": [16, 32],
-            "depths": [1, 1],
-            "num_stages": 2,
-            "num_labels": LABELS,
-        },
-    ),
-    (
-        "focalnet",
-        "FocalNetForImageClassification",
-        {
-            "image_size": SIDE,
-            "embed_dim": 16,
-            "depths": [1, 1],
-            "hidden_sizes": [16, 32],
-            "focal_levels": [2, 2],
-            "focal_windows": [3, 3],
-            "num_labels": LABELS,
-        },
-    ),
-    (
-        "segformer",
-        "SegformerForSemanticSegmentation",
-        {
-            "hidden_sizes": [8, 16, 24, 32],
-            "depths": [1, 1, 1, 1],
-            "num_attention_heads": [1, 2, 2, 4],
-            "decoder_hidden_size": 32,
-            "num_labels": LABELS,
-        },
-    ),
-    (
-        "mobilevit",
-        "MobileViTForImageClassification",
-        {
-            "image_size": SIDE,
-            "hidden_sizes": [16, 20, 24],
-            "neck_hidden_sizes": [8, 8, 12, 16, 20, 24, 32],
-            "num_labels": LABELS,
-            "num_attention_heads": 2,
-        },
-    ),
-    (
-        "dpt",
-        "DPTForDepthEstimation",
-        {
-            **_PATCHES,
-            "num_hidden_layers": 4,
-            "backbone_out_indices": [0, 1, 2, 3],
-            "neck_hidden_sizes": [8, 8, 16, 16],
-            "fusion_hidden_size": 8,
-            "is_hybrid": False,
-        },
-    ),
-    (
-        "yolos",
-        "YolosForObjectDetection",
-        {**_PATCHES, "image_size": [SIDE, SIDE], "num_detection_tokens": 5},
-    ),
+IMAGES = rows(
+    """
+vit ViTForImageClassification **patches
+deit DeiTForImageClassification **patches
+beit BeitForImageClassification **patches, use_relative_position_bias=True
+dinov2 Dinov2ForImageClassification **patches, mlp_ratio=2
+swin SwinForImageClassification patch_size=4, embed_dim=24, depths=[1, 1],
+    num_heads=[2, 4], window_size=4, **sized
+swinv2 Swinv2ForImageClassification patch_size=4, embed_dim=24, depths=[1, 1],
+    num_heads=[2, 4], window_size=4, **sized
+hiera HieraForImageClassification image_size=[32, 32], embed_dim=16, depths=[1, 1, 1],
+    num_heads=[1, 2, 4], num_query_pool=2, patch_stride=[4, 4], masked_unit_size=[4, 4],
+    num_labels=5
+convnextv2 ConvNextV2ForImageClassification hidden_sizes=[16, 32], depths=[1, 1],
+    num_stages=2, **sized
+focalnet FocalNetForImageClassification embed_dim=16, depths=[1, 1],
+    hidden_sizes=[16, 32], focal_levels=[2, 2], focal_windows=[3, 3], **sized
+segformer SegformerForSemanticSegmentation hidden_sizes=[8, 16, 24, 32], num_labels=5,
+    depths=[1, 1, 1, 1], num_attention_heads=[1, 2, 2, 4], decoder_hidden_size=32
+mobilevit MobileViTForImageClassification hidden_sizes=[16, 20, 24],
+    neck_hidden_sizes=[8, 8, 12, 16, 20, 24, 32], num_attention_heads=2, **sized
+dpt DPTForDepthEstimation **patches, num_hidden_layers=4,
+    backbone_out_indices=[0, 1, 2, 3], neck_hidden_sizes=[8, 8, 16, 16],
+    fusion_hidden_size=8, is_hybrid=False
+yolos YolosForObjectDetection image_size=[32, 32], patch_size=8, num_labels=5,
+    num_detection_tokens=5
+""",
+    patches={"image_size": SIDE, "patch_size": 8, "num_labels": LABELS},
+    sized={"image_size": SIDE, "num_labels": LABELS},
 )
 
-_CONV = {
-    "conv_dim": [16, 16, 16],
-    "conv_stride": [5, 2, 2],
-    "conv_kernel": [10, 3, 3],
-    "num_feat_extract_layers": 3,
-    "num_conv_pos_embeddings": 8,
-    "num_conv_pos_embedding_groups": 2,
-    "mask_time_prob": 0.0,
-    "apply_spec_augment": False,
-    "layerdrop": 0.0,
-    "ctc_loss_reduction": "mean",
-}
-
-SPEECH: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("wav2vec2", "Wav2Vec2ForCTC", _CONV),
-    ("wavlm", "WavLMForCTC", _CONV),
-)
+_SPEECH = """
+wav2vec2 Wav2Vec2ForCTC mask_time_prob=0.0, layerdrop=0.0, apply_spec_augment=False,
+    conv_dim=[16, 16, 16], conv_stride=[5, 2, 2], conv_kernel=[10, 3, 3],
+    num_feat_extract_layers=3, num_conv_pos_embeddings=8,
+    num_conv_pos_embedding_groups=2, ctc_loss_reduction="mean"
+"""
+SPEECH = rows(_SPEECH + _SPEECH.strip().replace("wav2vec2 Wav2Vec2", "wavlm WavLM"))
 
 
 def _pictures(seed: int) -> Args:
@@ -206,22 +127,17 @@ def _detr() -> nn.Module:
     )
 
 
-def _build(model: str, settings: dict[str, Any]) -> Callable[[], nn.Module]:
-    return lambda: tiny(model, **settings)
+def _outputs_of(name: str) -> Callable[[Any], Tensor]:
+    return _detections if name == "yolos" else _logits
 
 
 CASES = (
     *(
-        Case(
-            name,
-            _build(model, settings),
-            _pictures,
-            _detections if name == "yolos" else _logits,
-        )
+        Case(name, partial(tiny, model, **settings), _pictures, _outputs_of(name))
         for name, model, settings in IMAGES
     ),
     *(
-        Case(name, _build(model, settings), _sound, labelled)
+        Case(name, partial(tiny, model, **settings), _sound, labelled)
         for name, model, settings in SPEECH
     ),
     Case("whisper", whisper, spectra, labelled),
