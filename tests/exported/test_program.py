@@ -231,17 +231,34 @@ def test_a_pass_that_fails_is_an_error_and_no_fp32_program(
     says(raised, "no such thing")
 
 
-def test_a_weight_that_torch_changes_is_a_bug_and_raises(
-    monkeypatch: pytest.MonkeyPatch,
+def change_a_weight(program: Any) -> None:
+    with torch.no_grad():
+        program.state_dict["0.weight"].add_(1)
+
+
+def change_an_op(program: Any) -> None:
+    (node,) = program.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.gelu.default
+    )
+    node.target, node.kwargs = torch.ops.aten.relu.default, {}
+    program.graph_module.recompile()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"), [(change_a_weight, "0.weight"), (change_an_op, "output 0")]
+)
+def test_a_program_that_torch_changes_is_a_bug_and_raises(
+    change: Any, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = torch.export.export
 
-    def changing(module: nn.Module, *args: Any, **given: Any) -> Any:
-        program = real(module, *args, **given)
-        with torch.no_grad():
-            next(t for n, t in program.state_dict.items() if "weight" in n).add_(1)
+    def changing(*args: Any, **given: Any) -> Any:
+        program = real(*args, **given)
+        if any(t.dtype == torch.bfloat16 for t in program.state_dict.values()):
+            change(program)
         return program
 
     monkeypatch.setattr(torch.export, "export", changing)
-    with pytest.raises(autoamp.VerificationError):
+    with pytest.raises(autoamp.VerificationError) as raised:
         autoamp.export(two(), (X,), **BF16)
+    says(raised, named)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +78,15 @@ def test_ops_that_a_runtime_lacks_stay_fp32_with_its_reason() -> None:
     denied = {**BF16, "deny": ["linear"], "target": "onnx"}  # beside the target's rules
     found = ops_of(autoamp.export(Picks().eval(), (X,), **denied))
     assert {op["precision"] for op in found.values()} == {"fp32"}
+
+
+def test_every_op_that_a_runtime_lacks_is_one_of_torchs() -> None:
+    (path,) = Path(autoamp.__file__).parent.rglob("targets.toml")
+    table = tomllib.loads(path.read_text("utf-8"))
+    kept = [each.get("fp32", {}) for each in table.values()]
+    ops = {op for by_dtype in kept for named in by_dtype.values() for op in named}
+    assert "aten::topk" in ops
+    assert [op for op in ops if not hasattr(torch.ops.aten, op[6:])] == []
 
 
 def test_a_device_that_is_not_here_places_the_casts() -> None:
