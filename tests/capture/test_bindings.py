@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import autoamp
 from autoamp.rewrite.bindings import BINDINGS, with_bindings
-from tests.small_models import BF16, Of, mlp
+from tests.small_models import converted, mlp
 
 A = torch.ops.aten
 X = torch.randn(2, 4, 6, 6)
@@ -81,16 +80,7 @@ def called(function: Any, arguments: tuple[Any, ...]) -> tuple[Any, list[Any]]:
     return run(*tensors), ops
 
 
-@pytest.mark.thorough(
-    but=[
-        "aten.add.Tensor",
-        "aten.conv1d.default",
-        "aten.flatten.using_ints",
-        "aten.mul.Tensor",
-        "aten.sin.default",
-        "aten.view.default",
-    ]
-)
+@pytest.mark.thorough(but=["aten.conv1d.default", "aten.view.default"])
 @pytest.mark.parametrize("op", BINDINGS, ids=str)
 def test_a_binding_calls_its_op(op: Any) -> None:
     given = arguments(op)
@@ -103,24 +93,9 @@ def test_a_binding_calls_its_op(op: Any) -> None:
 
 
 def test_the_graph_that_is_reported_keeps_its_ops() -> None:
-    model = autoamp.convert(mlp(), **BF16)
+    model = converted(mlp())
     model(torch.randn(4, 8))
     (gm,) = autoamp.report(model).graphs
     assert "torch.ops.aten.linear.default(" in gm.code
     assert "aten" not in with_bindings(gm).code
     assert "torch.ops.aten.linear.default(" in gm.code
-
-
-def test_a_cast_to_the_same_dtype_stays_a_copy() -> None:
-    """`x.to(x.dtype)` is `x` itself, and `_to_copy` another tensor."""
-
-    def copied(m: nn.Module, x: Tensor) -> Tensor:
-        other = A._to_copy.default(x, dtype=torch.float32)
-        other += 1
-        return m.head(other) + x.sum()
-
-    model = Of(copied, head=nn.Linear(8, 8))
-    x = torch.ones(2, 8)
-    converted = autoamp.convert(copy.deepcopy(model), **BF16)
-    assert torch.allclose(converted(x), model(x), atol=0.1)
-    assert torch.equal(x, torch.ones(2, 8))

@@ -15,7 +15,10 @@ from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
+from tests.metrics import relative_error
 from tests.quick import each_with_one
+from tests.says import says
+from tests.small_models import BF16 as LOW
 from tests.small_models import Of, converted
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated")
@@ -30,6 +33,11 @@ BODIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "fp32 result": lambda x, w: (x @ w.t()).float(),
     "several ops": lambda x, w: torch.softmax(x @ w.t(), -1) * x.exp(),
 }
+
+
+def plainly(function: Any) -> Any:
+    """In the place of a decorator."""
+    return function
 
 
 def function(
@@ -50,14 +58,9 @@ def function(
         grad = (y + total[:, None]).to(x.dtype) * ctx.factor
         return grad @ w.to(x.dtype), grad.t() @ x, None
 
-    return type(
-        "Product",
-        (torch.autograd.Function,),
-        {
-            "forward": staticmethod(decorator(called)),
-            "backward": staticmethod(backward_decorator(backward)),
-        },
-    )
+    parts = {"forward": decorator(called), "backward": backward_decorator(backward)}
+    static = {name: staticmethod(part) for name, part in parts.items()}
+    return type("Product", (torch.autograd.Function,), static)
 
 
 class Model(nn.Module):
@@ -92,11 +95,14 @@ def run(model: nn.Module, *, grad: bool = True) -> list[Tensor]:
     return [result.detach(), *(g for g in grads if g is not None)]
 
 
+def ours(model: nn.Module, **options: Any) -> list[Tensor]:
+    return run(converted(model, strict=False), **options)
+
+
 def by_autocast(model: nn.Module, **options: Any) -> list[Tensor]:
     # Each use has its own cast, so that both sides sum gradients alike.
-    model.forward = torch.autocast("cpu", dtype=BF16, cache_enabled=False)(
-        model.forward
-    )
+    amp = torch.autocast("cpu", dtype=BF16, cache_enabled=False)
+    model.forward = amp(model.forward)
     return run(model, **options)
 
 
@@ -111,12 +117,18 @@ def reason_of(model: nn.Module) -> str:
 
 
 PRODUCT = function(BODIES["product"], CPU_FWD(cast_inputs=BF16))
-PLAIN = function(BODIES["product"], lambda forward: forward, lambda backward: backward)
-"""The same without `custom_fwd`."""
+PLAIN = function(BODIES["product"], plainly, plainly)
 
 Called = Callable[[Any, Tensor], Any]
 
 CASTS = itertools.product([BF16, FP16, FP32, None], BODIES)
+
+
+def check_no_further_off(
+    found: list[Tensor], autocasts: list[Tensor], exact: list[Tensor]
+) -> None:
+    for mine, its, true in zip(found, autocasts, exact, strict=True):
+        assert relative_error(mine, true) <= 1.1 * relative_error(its, true)
 
 
 @pytest.mark.thorough(but=["cast0-True", "cast39-False"])
@@ -127,85 +139,12 @@ def test_results_and_gradients_are_autocasts(
     dtype, body = cast
     applied = function(BODIES[body], CPU_FWD(cast_inputs=dtype))
     expected = by_autocast(Model(applied), grad=grad)
-    model = converted(Model(applied))
-    found = run(model, grad=grad)
+    found = run(converted(Model(applied)), grad=grad)
     if dtype in (BF16, FP32) or body == "product":
         assert same(found, expected)
     # After fp16 results autocast goes on in fp16, and autoamp in fp32; an operand that
     # nobody casts is as wide in the body as it is in the model.
-    exact = run(Model(applied), grad=grad)
-    check_no_further_off(found, expected, exact)
-
-
-def check_no_further_off(
-    found: list[Tensor], autocasts: list[Tensor], exact: list[Tensor]
-) -> None:
-    for mine, its, true in zip(found, autocasts, exact, strict=True):
-        assert error(mine, true) <= 1.1 * error(its, true)
-
-
-def error(found: Tensor, exact: Tensor) -> float:
-    return ((found.double() - exact).norm() / exact.norm()).item()
-
-
-def test_the_report_says_so() -> None:
-    model = converted(Model(PRODUCT))
-    found = run(model)
-    assert found[0].dtype == FP32
-    assert not torch.equal(found[0], run(Model(PRODUCT))[0])
-    assert "runs as under autocast" in reason_of(model)
-    assert "bf16" in reason_of(model)
-
-
-def test_the_older_decorator_counts_on_its_own_device_alone() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        old = torch.cuda.amp.custom_fwd(cast_inputs=FP32)
-        applied = function(BODIES["product"], old, torch.cuda.amp.custom_bwd)
-    found, expected = run(converted(Model(applied))), by_autocast(Model(applied))
-    assert torch.equal(found[0], expected[0])
-    check_no_further_off(found, expected, run(Model(applied)))
-
-
-@pytest.mark.thorough
-def test_a_region_in_code_left_to_python_goes_first_too() -> None:
-    class Broken(Model):
-        @torch._dynamo.disable(recursive=False)
-        def called(self, x: Tensor) -> Any:
-            with torch.autocast("cpu", enabled=False):
-                return self.within(x)
-
-        def within(self, x: Tensor) -> Any:
-            return super().called(x)
-
-    assert same(run(converted(Broken(PRODUCT))), run(converted(Broken(PLAIN))))
-
-
-class Nested(Model):
-    def __init__(self, applied: Any) -> None:
-        super().__init__(applied)
-        self.inner = Of(lambda m, *args: applied.apply(*args))
-
-    def called(self, x: Tensor) -> Any:
-        return self.inner(x, self.weight, 2.0)
-
-
-@pytest.mark.thorough(but=["['*']"])
-@pytest.mark.parametrize("keep", [["inner"], ["*"]], ids=str)
-def test_the_users_own_word_goes_first(keep: list[str]) -> None:
-    found = run(converted(Nested(PRODUCT), keep=keep))
-    assert same(found, run(converted(Nested(PLAIN), keep=keep)))
-
-
-def test_a_function_that_fails_low_stays_fp32() -> None:
-    wide = torch.randn(64, 64)
-    applied = function(lambda x, _: x @ wide, CPU_FWD(cast_inputs=BF16))
-    with pytest.raises(RuntimeError, match="same dtype"):
-        by_autocast(Model(applied))
-    model = converted(Model(applied))
-    applied_plain = function(lambda x, _: x @ wide, lambda f: f, lambda b: b)
-    assert same(run(model), run(converted(Model(applied_plain))))
-    assert "stays fp32" in reason_of(model)
+    check_no_further_off(found, expected, run(Model(applied), grad=grad))
 
 
 def within(enabled: bool) -> Called:
@@ -256,25 +195,77 @@ def test_it_is_autocasts_wherever_it_is_called(called: Called) -> None:
         return type("Calls", (Model,), {"called": called})(PRODUCT)
 
     grad = called is not written_to
-    found = run(converted(model(), strict=False), grad=grad)
-    expected = by_autocast(model(), grad=grad)
+    found, expected = ours(model(), grad=grad), by_autocast(model(), grad=grad)
     assert same(found, expected) or called in CLOSE
     check_no_further_off(found, expected, run(model(), grad=grad))
+
+
+class InNoRegion(Model):
+    """A region in code that is left to Python."""
+
+    @torch._dynamo.disable(recursive=False)
+    def called(self, x: Tensor) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return self.within(x)
+
+    def within(self, x: Tensor) -> Any:
+        return super().called(x)
+
+
+class Nested(Model):
+    def __init__(self, applied: Any) -> None:
+        super().__init__(applied)
+        self.inner = Of(lambda m, *args: applied.apply(*args))
+
+    def called(self, x: Tensor) -> Any:
+        return self.inner(x, self.weight, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(InNoRegion, {}), (Nested, {"keep": ["inner"]}), (Nested, {"keep": ["*"]})],
+    ids=str,
+)
+def test_the_users_own_word_goes_first(kind: Any, options: dict[str, Any]) -> None:
+    found, plain = (run(converted(kind(f), **options)) for f in (PRODUCT, PLAIN))
+    assert same(found, plain)
+
+
+def test_a_function_that_fails_low_stays_fp32() -> None:
+    wide = torch.randn(64, 64)
+    applied = function(lambda x, _: x @ wide, CPU_FWD(cast_inputs=BF16))
+    with pytest.raises(RuntimeError, match="same dtype"):
+        by_autocast(Model(applied))
+    model = converted(Model(applied))
+    plain = function(lambda x, _: x @ wide, plainly, plainly)
+    assert same(run(model), run(converted(Model(plain))))
+    says(reason_of(model), "stays fp32")
+
+
+def test_the_report_says_so_and_questions_can_be_asked() -> None:
+    model = converted(Model(PRODUCT))
+    found = run(model)
+    assert not torch.equal(found[0], run(Model(PRODUCT))[0])
+    says(reason_of(model), "autocast", "bf16")
+    assert autoamp.compare(Model(PRODUCT), X, options=LOW).errors.output > 0
+    assert autoamp.explain(Model(PRODUCT), X, options=LOW) is not None
+
+
+def test_the_older_decorator_counts_on_its_own_device_alone() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        old = torch.cuda.amp.custom_fwd(cast_inputs=FP32)
+        applied = function(BODIES["product"], old, torch.cuda.amp.custom_bwd)
+    found, expected = ours(Model(applied)), by_autocast(Model(applied))
+    assert torch.equal(found[0], expected[0])
+    check_no_further_off(found, expected, run(Model(applied)))
 
 
 def test_gradients_in_fp16() -> None:
     applied = function(BODIES["product"], CPU_FWD(cast_inputs=FP16))
     model = converted(Model(applied), precision="fp16", loss_scale=16.0)
-    expected = run(Model(applied))
-    for mine, its in zip(run(model), expected, strict=True):
-        assert error(mine, its) < 5e-3
-
-
-def test_questions_can_be_asked() -> None:
-    options = {"precision": "bf16", "do_no_harm": False}
-    answer = autoamp.compare(Model(PRODUCT), X, options=options)
-    assert answer.errors.output > 0
-    assert autoamp.explain(Model(PRODUCT), X, options=options) is not None
+    for mine, its in zip(run(model), run(Model(applied)), strict=True):
+        assert relative_error(mine, its) < 5e-3
 
 
 def test_a_function_with_a_setup_context() -> None:
@@ -295,12 +286,13 @@ def test_a_function_with_a_setup_context() -> None:
             grad = (y + total[:, None]).float() * 2
             return grad @ w.float(), grad.t() @ x.float(), None
 
-    found = run(converted(Model(Product), strict=False))
-    for mine, its in zip(found, by_autocast(Model(Product)), strict=True):
-        assert error(mine, its) < 1e-2
+    for mine, its in zip(
+        ours(Model(Product)), by_autocast(Model(Product)), strict=True
+    ):
+        assert relative_error(mine, its) < 1e-2
 
 
 def test_dynamo_is_left_as_it_was() -> None:
     before = AutogradFunctionVariable.call_apply
-    run(converted(Model(PRODUCT)))
+    ours(Model(PRODUCT))
     assert AutogradFunctionVariable.call_apply is before

@@ -209,11 +209,14 @@ def test_patterns_name_them_from_the_root(pattern: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_part_can_be_traced() -> None:
+def test_a_part_can_be_traced_and_a_shallow_copy_runs_in_fp32() -> None:
     x, net = torch.randn(4, 8), Net()
-    expected = net.body(x)
+    expected, whole = net.body(x), net(x)
     converted(net, strict=False)
     assert torch.equal(torch.jit.trace(net.body, x)(x), expected)
+    other = copy.copy(net)
+    for _ in range(2):
+        assert torch.equal(other(x), whole)
 
 
 def test_they_go_with_their_root() -> None:
@@ -248,15 +251,6 @@ def test_a_captured_call_of_the_owner_holds_them() -> None:
     assert paths.count("body.0") >= 2, "in the root's graph, and in its own"
     autoamp.revert(net.body)
     assert not torch.equal(net.body(x), alone), "a module is reverted by itself"
-
-
-def test_a_shallow_copy_that_calls_them_runs_in_fp32() -> None:
-    x, net = torch.randn(4, 8), Net()
-    expected = net(x)
-    converted(net, strict=False)
-    other = copy.copy(net)
-    for _ in range(2):
-        assert torch.equal(other(x), expected)
 
 
 def append(net: Net) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Regions without gradients begin where they are entered, graph breaks or not."""
+"""Regions without gradients, across graph breaks; a copy of an input."""
 
 from __future__ import annotations
 
@@ -73,3 +73,11 @@ def sets(m: Any, x: Tensor) -> Tensor:
         z = m.frozen(x)
     torch._dynamo.graph_break()
     return m.head(x) * z
+
+
+@row((2, 8), head=linear(8))
+def cast_to_its_own_dtype(m: Any, x: Tensor) -> Tensor:
+    """Which is a copy here, and `x.to(x.dtype)` is none."""
+    other = torch.ops.aten._to_copy.default(x, dtype=torch.float32)
+    other += 1
+    return m.head(other) + x.sum()
