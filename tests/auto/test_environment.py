@@ -131,7 +131,7 @@ def test_all_at_once(tmp_path) -> None:
 
 # -- values that cannot ----------------------------------------------------------------
 
-NONSENSE = ["nonsense", "フロート", "nan", "\x07\x1b[31m", "fp32", "1 2", "x" * 10**5]
+NONSENSE = ["nonsense", "フロート", "nan", "\x07\x1b[31m", "fp64", "1 2", "x" * 10**5]
 
 
 @pytest.mark.parametrize("name", WORDS)
