@@ -149,6 +149,13 @@ def returned_and_read(x: Tensor, w: Tensor) -> Any:
     return F.linear(hidden.relu(), w), hidden, hidden, x
 
 
+@shows("casts", **ONE)
+def returned_twice(x: Tensor, w: Tensor) -> Any:
+    """A result that is returned twice is cast once, and stays one tensor."""
+    hidden = F.linear(x, w)
+    return hidden, hidden
+
+
 @shows("facts", "casts", **ONE, deny=["exp"])
 def written_between(x: Tensor, w: Tensor) -> Tensor:
     """After a write to a value its cast is made anew."""
