@@ -34,7 +34,7 @@ from autoamp import Rules, cli
 from autoamp.auto import environment
 from autoamp.rules import parse
 from autoamp.training import boundary
-from autoamp.training.masters import KEY as MASTERS
+from tests.says import says
 from tests.training.steps import BF16, differences, mlp, state_of, weights_of
 
 
@@ -227,6 +227,24 @@ def test_names_are_no_markup(kind: str) -> None:
         assert NAMES[kind] in shown
 
 
+# -- folders ---------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("off_again")
+@pytest.mark.parametrize("what", ["file", "below a file", "loop", "device", "long"])
+def test_folders_that_cannot_be(what: str, tmp_path) -> None:
+    file, loop = tmp_path / "file", tmp_path / "loop"
+    file.write_text("mine")
+    loop.symlink_to(loop)
+    paths = {"file": file, "below a file": file / "reports", "loop": loop / "reports"}
+    paths |= {"device": Path(os.devnull), "long": tmp_path / ("x" * 300)}
+    with pytest.raises(autoamp.OptionError) as refused:
+        autoamp.enable(report_dir=paths[what])
+    says(refused, option="report_dir")
+    assert_can_be_shown(str(refused.value))
+    assert file.read_text() == "mine"
+
+
 # -- rules files -----------------------------------------------------------------------
 
 SECONDS = 30
@@ -363,6 +381,9 @@ def test_the_package_runs_no_code_from_data() -> None:
 
 
 # -- checkpoints: loss scales and masters ----------------------------------------------
+
+MASTERS = "autoamp_masters"
+"""Where a saved optimizer has them."""
 
 Trained = tuple[nn.Module, Optimizer]
 

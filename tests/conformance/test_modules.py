@@ -122,7 +122,7 @@ def test_module_converted(info: ModuleInfo, precision: str) -> None:
         options = {"precision": precision, "do_no_harm": False, "strict": True}
         autoamp.convert(model, **options)
         if not captured:
-            with pytest.raises(CaptureError, match="ran no rewritten graph"):
+            with pytest.raises(CaptureError):
                 model(*case.inputs())
             continue
         ours = run(model, case.inputs())

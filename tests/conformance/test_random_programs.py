@@ -26,6 +26,7 @@ import autoamp
 from tests.conformance.exploring import explore
 from tests.conformance.oracle import LIMIT, deviation, relative
 from tests.conformance.programs import Model, batch, models
+from tests.says import says
 from tests.small_models import deny_everything
 from tests.whole.test_laws import same_bits
 
@@ -271,13 +272,14 @@ def test_a_gradient_off_by_a_fifth_is_found() -> None:
     result, gradients = run(convert(copy.deepcopy(model))[0])
     check_errors(model, named(result, gradients))
     gradients["table.weight"] = gradients["table.weight"] * 1.2
-    with pytest.raises(AssertionError, match=r"table.weight is off by 2\.\d+e-01"):
+    with pytest.raises(AssertionError) as raised:
         check_errors(model, named(result, gradients))
+    says(raised, "table.weight is off by 2.")
 
 
 def test_errors_surely_above_autocasts_are_found() -> None:
     assert_no_worse(math.log(1.3), 0.1)
-    with pytest.raises(AssertionError, match=r"1\.3"):
+    with pytest.raises(AssertionError):
         assert_no_worse(math.log(1.3), 0.05)
 
 
