@@ -100,14 +100,20 @@ def rewritten(
     precision: str,
     *,
     free_weights: bool = False,
+    price: Any = None,
     **options: Any,
 ) -> Rewritten:
-    """The pass's result for one call of `model`, with do-no-harm off by default."""
+    """The pass's result for one call of `model`, with do-no-harm off by default.
+
+    Args:
+        price: gives the prices of ops and casts; by default those of the device.
+    """
     low = parse_low_dtype(precision)
     assert low is not None
     chosen = Options(precision=precision, **{"do_no_harm": False, **options})
     gm = capture(model, len(given))
-    return rewrite_graph(gm, given, chosen, low, free_weights=free_weights)
+    setting = {"free_weights": free_weights, "price": price}
+    return rewrite_graph(gm, given, chosen, low, **setting)
 
 
 def rewriting(

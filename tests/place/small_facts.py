@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from autoamp.analyse.facts import Facts, NodeFacts, Operand
-from autoamp.analyse.verdict import Classified, Mode, Verdict
-from autoamp.place.cost import Prices
-from autoamp.place.devices import Device
 from autoamp.rules import Category
+from tests.place.door import (
+    Classified,
+    Device,
+    Facts,
+    Mode,
+    NodeFacts,
+    Operand,
+    Prices,
+    Verdict,
+)
 
 DEVICE = Device("test", 1.0, 1.0, 1.0, 1.0, True)
 
@@ -46,7 +52,7 @@ def facts(
     constants: Collection[str] = (),
     mutated: Collection[int] = (),
     outside: Collection[int] = (),
-    **others: Any,
+    element_of: dict[str, str] | None = None,
 ) -> Facts:
     """The facts of a graph of `nodes`."""
     return Facts(
@@ -54,11 +60,11 @@ def facts(
         nodes={n.name: n for n in nodes},
         returned=frozenset(returned),
         constants=frozenset(constants),
-        weights=frozenset(others.get("weights", ())),
+        weights=frozenset(),
         mutated=frozenset(mutated),
         written_opaquely=frozenset(),
         outside=frozenset(outside),
-        element_of=others.get("element_of", {}),
+        element_of=element_of or {},
     )
 
 
@@ -83,11 +89,11 @@ def prices(graph: Facts, ops: dict[str, tuple[int, int]], reward: int = 0) -> Pr
     return Prices(ops, down, up, reward, False, DEVICE)
 
 
-def graph_of(text: str) -> Classified:
+def graph_of(text: str, **changed: Any) -> Classified:
     """Facts and verdicts of `allow a; infer b a; deny c a b`: category, name, reads."""
     nodes, verdicts = [], {}
     for line in text.split(";"):
         category, name, *reads = line.split()
         nodes.append(fact(name, *reads))
         verdicts[name] = verdict(category, ["same"] * len(reads))
-    return Classified(facts(*nodes), verdicts)
+    return Classified(facts(*nodes, **changed), verdicts)

@@ -6,31 +6,52 @@ from typing import Any
 
 import pytest
 
-from autoamp.analyse.facts import FP32, Facts, Operand
-from autoamp.analyse.verdict import Classified, Mode, Verdict
 from autoamp.errors import PlacementError
-from autoamp.place import assign as assign_module
-from autoamp.place.assign import Assignment, assign
-from autoamp.place.mincut import Group, Problem, energy
-from autoamp.place.policies import POLICIES, project
-from autoamp.place.problem import build_problem
+from tests.place.door import (
+    FP32,
+    POLICIES,
+    Assignment,
+    Classified,
+    Facts,
+    Group,
+    Mode,
+    Operand,
+    Problem,
+    Verdict,
+    assign,
+    build_problem,
+    energy,
+    project,
+)
 from tests.place.small_facts import fact, facts, graph_of, prices, verdict
+from tests.says import says
+
+Verdicts = dict[str, Verdict]
 
 
-def written(text: str) -> tuple[Facts, dict[str, Verdict]]:
+def written(text: str) -> tuple[Facts, Verdicts]:
     """The facts and the verdicts of `graph_of(text)`, for tests that change one."""
     graph = graph_of(text)
     return graph.facts, dict(graph.verdicts)
 
 
-def problem_of(graph: Facts, verdicts: dict[str, Verdict]) -> Problem:
+def problem_of(graph: Facts, verdicts: Verdicts) -> Problem:
     costs = dict.fromkeys(verdicts, (4, 2))
-    classified = Classified(graph, verdicts)
-    return build_problem(classified, prices(graph, costs))
+    return build_problem(Classified(graph, verdicts), prices(graph, costs))
 
 
-def groups(problem: Problem) -> dict[tuple[str, int, int], Group]:
-    return {group.key: group for group in problem.groups}
+def groups(graph: Facts, verdicts: Verdicts) -> dict[tuple[str, int, int], Group]:
+    return {group.key: group for group in problem_of(graph, verdicts).groups}
+
+
+def ends(problem: Problem) -> set[str]:
+    """What is pinned to fp32, but for the reader after the graph."""
+    return {*problem.at_sink} - {FP32}
+
+
+def pairs(told: list[tuple[str, str, str]]) -> list[tuple[str, str]]:
+    assert all(why for *_, why in told)
+    return [(a, b) for a, b, _ in told]
 
 
 # -- the problem -----------------------------------------------------------------------
@@ -40,19 +61,16 @@ def test_ops_have_their_prices_and_what_comes_in_is_fp32() -> None:
     graph = facts(fact("x"), fact("conv", "x"), constants=["x"])
     problem = problem_of(graph, {"conv": verdict("allow")})
     assert problem.unary == {"conv": (4, 2), "x": (0, 0), FP32: (0, 0)}
-    assert problem.at_sink == {
-        "x": "comes from outside the graph in fp32",
-        FP32: "is read in fp32 outside the graph",
-    }
+    assert problem.at_sink.keys() == {"x", FP32}
+    assert all(problem.at_sink.values())
     assert problem.at_source == {}
-    assert groups(problem) == {
-        ("x", 0, 0): Group(("x", 0, 0), "x", ("conv",), 3, 5, "x must not be cast up")
-    }
+    (group,) = problem.groups
+    assert group == Group(("x", 0, 0), "x", ("conv",), 3, 5, group.why)
+    says(group.why, op="x")
 
 
 def test_a_pinned_node_keeps_its_reason() -> None:
-    graph, verdicts = written("deny exp; allow conv exp")
-    problem = problem_of(graph, verdicts)
+    problem = problem_of(*written("deny exp; allow conv exp"))
     assert problem.at_sink["exp"] == "deny because"
     assert "conv" not in problem.at_sink
 
@@ -66,9 +84,8 @@ def test_readers_share_a_cast_within_a_region_and_between_writes() -> None:
         fact("c", late),
         fact("d", "x", region=1),
     )
-    verdicts = {n: verdict("allow") for n in "acd"}
-    verdicts["b"] = verdict("allow", ("same", "same"))
-    assert {n: g.readers for n, g in groups(problem_of(graph, verdicts)).items()} == {
+    verdicts = {n: verdict("allow", ["same"] * (1 + (n == "b"))) for n in "abcd"}
+    assert {n: g.readers for n, g in groups(graph, verdicts).items()} == {
         ("x", 0, 0): ("a", "b"),
         ("x", 0, 1): ("c",),
         ("x", 1, 0): ("d",),
@@ -78,12 +95,11 @@ def test_readers_share_a_cast_within_a_region_and_between_writes() -> None:
 def test_operands_by_their_modes() -> None:
     graph = facts(fact("x"), fact("y"), fact("z"), fact("op", "x", "y", "z"))
     verdicts = {"op": verdict("allow", ("any", "high", "follow"))}
-    problem = problem_of(graph, verdicts)
-    assert {n: g.readers for n, g in groups(problem).items()} == {
+    assert {n: g.readers for n, g in groups(graph, verdicts).items()} == {
         ("y", 0, 0): (FP32,),
         ("z", 0, 0): ("op",),
     }
-    assert problem.follows == [("op", "z", "reads the value at its own precision")]
+    assert pairs(problem_of(graph, verdicts).follows) == [("op", "z")]
 
 
 def test_an_element_of_a_tuple_is_as_its_maker_is() -> None:
@@ -97,25 +113,24 @@ def test_an_element_of_a_tuple_is_as_its_maker_is() -> None:
     verdicts = {"split": verdict("infer", ()), "op": verdict("allow", ("follow",))}
     problem = problem_of(graph, verdicts)
     assert [g.value for g in problem.groups] == ["split", "split"]
-    assert problem.follows == [("op", "split", "reads the value at its own precision")]
+    assert pairs(problem.follows) == [("op", "split")]
 
 
 def test_a_result_is_read_in_fp32_after_the_graph() -> None:
     graph = facts(
         fact("a"), fact("b"), fact("ids", is_value=False), returned=["b", "a", "ids"]
     )
-    verdicts = {n: verdict("allow", ()) for n in "ab"}
-    assert list(groups(problem_of(graph, verdicts)).values()) == [
-        Group(("a", -1, -1), "a", (FP32,), 3, 5, "a must not be cast up"),
-        Group(("b", -1, -1), "b", (FP32,), 3, 5, "b must not be cast up"),
+    found = groups(graph, {n: verdict("allow", ()) for n in "ab"})
+    assert [*found.values()] == [
+        Group((n, -1, -1), n, (FP32,), 3, 5, found[n, -1, -1].why) for n in "ab"
     ]
 
 
 def test_what_is_moved_low_is_never_widened() -> None:
     graph, verdicts = written("allow conv; clear view conv; deny exp view")
-    assert [g.to_sink for g in problem_of(graph, verdicts).groups] == [5, 5]
+    assert [g.to_sink for g in groups(graph, verdicts).values()] == [5, 5]
     verdicts["view"] = verdict("clear", moves=True)
-    assert [g.to_sink for g in problem_of(graph, verdicts).groups] == [5, None]
+    assert [g.to_sink for g in groups(graph, verdicts).values()] == [5, None]
 
 
 @pytest.mark.parametrize("mode", ["any", "follow", "high"])
@@ -123,18 +138,19 @@ def test_what_shows_the_bits_of_a_move_reads_them_in_fp32(mode: Mode) -> None:
     graph, verdicts = written("infer x; clear view x; infer reader view")
     verdicts["view"] = verdict("clear", moves=True)
     verdicts["reader"] = verdict("infer", [mode])
-    group = groups(problem_of(graph, verdicts))[("view", 0, 0)]
+    group = groups(graph, verdicts)["view", 0, 0]
     assert (group.readers, group.to_sink) == ((FP32,), None)
 
 
-def test_readers_of_a_returned_value_share_its_cast() -> None:
+@pytest.mark.parametrize(("trained", "price"), [(False, None), (True, 0)])
+def test_readers_of_a_returned_value_share_its_cast(
+    trained: bool, price: int | None
+) -> None:
     verdicts = {"conv": verdict("allow", (), moves=True), "exp": verdict("deny")}
+    conv = fact("conv", requires_grad=trained)
+    found = groups(facts(conv, fact("exp", "conv"), returned=["conv"]), verdicts)
     inside, after = ("conv", 0, 0), ("conv", -1, -1)
-    for trained, price in ((False, None), (True, 0)):
-        conv = fact("conv", requires_grad=trained)
-        graph = facts(conv, fact("exp", "conv"), returned=["conv"])
-        found = groups(problem_of(graph, verdicts))
-        assert {n: g.to_sink for n, g in found.items()} == {inside: price, after: None}
+    assert {n: g.to_sink for n, g in found.items()} == {inside: price, after: None}
 
 
 def test_views_of_a_storage_that_is_written_are_tied() -> None:
@@ -149,11 +165,8 @@ def test_views_of_a_storage_that_is_written_are_tied() -> None:
         mutated=[1],
     )
     verdicts = {n: verdict("infer") for n in graph.nodes if graph.nodes[n].operands}
-    why = "shares storage that is written in place"
-    assert problem_of(graph, verdicts).ties == [
-        ("x", "view", why),
-        ("view", "write", why),
-    ]
+    ties = pairs(problem_of(graph, verdicts).ties)
+    assert ties == [("x", "view"), ("view", "write")]
 
 
 def test_elements_of_one_tuple_are_not_tied_to_their_maker() -> None:
@@ -177,17 +190,14 @@ def test_a_returned_view_of_another_tensor_keeps_its_dtype(outside: bool) -> Non
         returned=["a", "c"] if outside else ["a", "b", "c"],
         outside=[1] if outside else [],
     )
-    verdicts = {n: verdict("infer", ()) for n in "abc"}
-    pinned = dict(problem_of(graph, verdicts).at_sink)
-    del pinned[FP32]
-    why = "is returned, or viewed by what is, and shares memory with another tensor"
-    assert pinned == ({"a": why} if outside else {"a": why, "b": why})
+    problem = problem_of(graph, {n: verdict("infer", ()) for n in "abc"})
+    assert ends(problem) == ({"a"} if outside else {"a", "b"})
 
 
 def test_a_pin_of_what_has_no_label_is_left_out() -> None:
     """An input that is handed back: no op of ours, its dtype is the caller's."""
     graph = facts(fact("x", storage=1), returned=["x"], outside=[1])
-    assert problem_of(graph, {}).at_sink.keys() == {FP32}
+    assert ends(problem_of(graph, {})) == set()
 
 
 # -- the assignment --------------------------------------------------------------------
@@ -195,7 +205,7 @@ def test_a_pin_of_what_has_no_label_is_left_out() -> None:
 
 def assigned(
     graph: Facts,
-    verdicts: dict[str, Verdict],
+    verdicts: Verdicts,
     ops: dict[str, tuple[int, int]],
     placement: str = "optimal",
     reward: int = 0,
@@ -208,70 +218,39 @@ CONV_ADD = "allow conv; infer add conv; deny exp add"
 
 def test_what_an_assignment_costs() -> None:
     graph, verdicts = written(CONV_ADD)
-    found = assigned(graph, verdicts, {"conv": (20, 5), "add": (4, 2), "exp": (6, 6)})
+    ops = {"conv": (20, 5), "add": (4, 2), "exp": (6, 6)}
+    found = assigned(graph, verdicts, ops)
     assert found.low == {"conv", "add"}
     assert found.cost == found.optimal_cost == 5 + 2 + 5 + 6
     assert found.all_high_cost == 20 + 4 + 6
+    classified, problem = Classified(graph, verdicts), found.problem
     assert {
-        name: energy(
-            found.problem, project(found.problem, policy(Classified(graph, verdicts)))
-        )
+        name: energy(problem, project(problem, policy(classified)))
         for name, policy in POLICIES.items()
     } == {"tensorflow": 18, "promote": 18, "forced": 20}
-    forced = assigned(
-        graph, verdicts, {"conv": (20, 5), "add": (4, 2), "exp": (6, 6)}, "forced"
-    )
+    forced = assigned(graph, verdicts, ops, "forced")
     assert forced.low == {"conv"}
     assert (forced.cost, forced.optimal_cost) == (5 + 5 + 4 + 6, 18)
-    assert forced.decisions["add"].low is False
+    assert not forced.decisions["add"].low
 
 
 @pytest.mark.parametrize(
-    ("ops", "reward", "choices"),
+    ("ops", "reward", "said"),
     [
-        (
-            {"conv": (20, 5), "add": (4, 2)},
-            0,
-            [
-                "predicted to gain more than its casts cost",
-                "its neighbours are low",
-                "",
-            ],
-        ),
-        (
-            {"conv": (20, 5), "add": (2, 9)},
-            0,
-            [
-                "predicted to gain more than its casts cost",
-                "going low would cost more casts than it saves",
-                "",
-            ],
-        ),
-        (
-            {"conv": (2, 1), "add": (2, 9)},
-            0,
-            [
-                "predicted to gain nothing here",
-                "going low would cost more casts than it saves",
-                "",
-            ],
-        ),
-        (
-            {"conv": (99, 5), "add": (4, 2)},
-            90,
-            [
-                "without do-no-harm it is converted wherever it may be",
-                "its neighbours are low",
-                "",
-            ],
-        ),
+        ([(20, 5), (4, 2)], 0, ["gain more", "neighbours are low"]),
+        ([(20, 5), (2, 9)], 0, ["gain more", "cost more casts"]),
+        ([(2, 1), (2, 9)], 0, ["gain nothing", "cost more casts"]),
+        ([(99, 5), (4, 2)], 90, ["without do-no-harm", "neighbours are low"]),
     ],
 )
 def test_choices_are_told_in_words(
-    ops: dict[str, tuple[int, int]], reward: int, choices: list[str]
+    ops: list[tuple[int, int]], reward: int, said: list[str]
 ) -> None:
-    found = assigned(*written(CONV_ADD), {**ops, "exp": (1, 1)}, reward=reward)
-    assert [d.choice for d in found.decisions.values()] == choices
+    costs = dict(zip(("conv", "add", "exp"), [*ops, (1, 1)], strict=True))
+    found = assigned(*written(CONV_ADD), costs, reward=reward).decisions
+    for name, words in zip(("conv", "add"), said, strict=True):
+        says(found[name].choice, words)
+    assert found["exp"].choice == ""
 
 
 @pytest.mark.parametrize(
@@ -285,22 +264,26 @@ def test_choices_are_told_in_words(
     ],
 )
 def test_only_what_has_a_gradient_is_returned_and_used(changed: dict[str, Any]) -> None:
-    def inside(**changed: Any) -> frozenset[str]:
-        plain = {"requires_grad": True, "storage": 1}
-        own = plain | {k: v for k, v in changed.items() if k in plain}
-        reads = ["conv"] if changed.get("read", True) else []
+    def inside(
+        read: bool = True,
+        returned: Any = ("conv",),
+        constants: Any = (),
+        **own: Any,
+    ) -> frozenset[str]:
+        conv = fact("conv", **{"requires_grad": True, "storage": 1, **own})
+        reads = ["conv"] * read
         graph = facts(
-            fact("conv", **own),
-            fact("exp", *reads),
-            returned=changed.get("returned", ["conv"]),
-            constants=changed.get("constants", []),
+            *(conv, fact("exp", *reads)),
+            returned=returned,
+            constants=constants,
             mutated=[7],
         )
         verdicts = {"exp": verdict("deny", ["same"] * len(reads))}
-        if "constants" not in changed:
+        if not constants:
             verdicts = {"conv": verdict("allow", ()), **verdicts}
-        ops = dict.fromkeys(verdicts, (4, 2))
-        return assigned(graph, verdicts, ops).returned_inside
+        return assigned(
+            graph, verdicts, dict.fromkeys(verdicts, (4, 2))
+        ).returned_inside
 
     assert inside() == {"conv"}
     assert inside(**changed) == set()
@@ -309,10 +292,7 @@ def test_only_what_has_a_gradient_is_returned_and_used(changed: dict[str, Any]) 
 def test_a_placement_that_breaks_its_own_rules_is_refused(monkeypatch) -> None:
     graph, verdicts = written("; ".join(f"deny n{i}" for i in range(10)))
     broken = frozenset(verdicts), 0
-    monkeypatch.setattr(assign_module, "least_cost", lambda problem: broken)
-    with pytest.raises(PlacementError) as caught:
+    monkeypatch.setattr("autoamp.place.assign.least_cost", lambda problem: broken)
+    with pytest.raises(PlacementError) as raised:
         assigned(graph, verdicts, dict.fromkeys(verdicts, (1, 1)))
-    assert str(caught.value) == (
-        "a placement broke its own constraints; this is a bug in autoamp, please "
-        "report it with the graph (low nodes: n0, n1, n2, n3, n4, n5, n6, n7 ...)"
-    )
+    says(raised, "bug in autoamp", "n0, n1, n2, n3, n4, n5, n6, n7 ...")

@@ -9,35 +9,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import autoamp
-from autoamp.analyse.facts import FP32
-from autoamp.inspect.rows import costs_of
-from autoamp.options import Options
-from autoamp.pipeline.run import rewrite_graph
-from autoamp.place.mincut import Problem, energy
-from autoamp.place.policies import POLICIES, project
-from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rules import Rules
 from tests import small_models
+from tests.place.door import FP32, POLICIES, Problem, costs_of, energy, project
+from tests.says import says
 from tests.small_models import Of
-from tests.strategies import Program, capture, choices, inputs, problems, programs
+from tests.strategies import Program, choices, inputs, problems, programs
 
 
-def rewritten(program: nn.Module, precision: str = "bf16", **options: Any) -> Rewritten:
+def rewritten(program: nn.Module, precision: str = "bf16", **options: Any) -> Any:
     options = {"do_no_harm": True, **options}
     return small_models.rewritten(program, inputs(), precision, **options)
-
-
-def check_least_cost(found: Rewritten) -> None:
-    assignment = found.assignment
-    assert assignment.cost == assignment.optimal_cost
-    assert assignment.cost == energy(assignment.problem, assignment.low)
-    assert assignment.cost <= assignment.all_high_cost
-    regret = costs_of(found).regret
-    assert regret.keys() == POLICIES.keys()
-    assert min(regret.values()) >= 0, regret
 
 
 @pytest.mark.thorough
@@ -47,7 +32,14 @@ def test_no_legal_placement_is_cheaper(
     program: Program, options: dict[str, Any], do_no_harm: bool, objective: str
 ) -> None:
     options = {**options, "do_no_harm": do_no_harm, "objective": objective}
-    check_least_cost(rewritten(program, **options))
+    found = rewritten(program, **options)
+    assignment = found.assignment
+    assert assignment.cost == assignment.optimal_cost
+    assert assignment.cost == energy(assignment.problem, assignment.low)
+    assert assignment.cost <= assignment.all_high_cost
+    regret = costs_of(found).regret
+    assert regret.keys() == POLICIES.keys()
+    assert min(regret.values()) >= 0, regret
 
 
 @settings(max_examples=100)
@@ -67,126 +59,12 @@ def test_a_projected_policy_is_legal_and_only_ever_raised(
 def test_another_placement_is_applied_at_its_own_cost(placement: str) -> None:
     steps = [("linear", 0, 0), ("relu", 2, 0), ("norm", 3, 0), ("exp", 4, 0)]
     program = Program([*steps, ("linear", 5, 0)], [6])
-    whole = rewritten(program, precision="bf16", placement=placement, do_no_harm=False)
+    whole = rewritten(program, placement=placement, do_no_harm=False)
     found, costs = whole.assignment, costs_of(whole)
     assert costs.ours == costs.placements[placement]
     assert found.cost == costs.ours.cost >= found.optimal_cost
-    low = {found.decisions[name].op for name in found.low}
-    assert "aten::linear.default" in low
-    assert "aten::linear.default" not in {
-        d.op for d in found.decisions.values() if not d.low
-    }
-
-
-def Mixed() -> Of:
-    """Ops that read what a product made beside an fp32 tensor from outside."""
-
-    def forward(m, x: Tensor, y: Tensor) -> list[Tensor]:
-        low = m.fc(x)
-        return [
-            torch.atan2(y, low),
-            y.scatter_add(0, m.index, low),
-            low.sigmoid(),
-            low * m.scale,
-            m.norm(low),
-        ]
-
-    return Of(
-        forward,
-        fc=nn.Linear(4, 4),
-        scale=nn.Parameter(torch.ones(())),
-        norm=nn.BatchNorm1d(4),
-        index=torch.zeros(4, 4).long(),
-    )
-
-
-def test_promote_is_as_wide_as_the_widest_operand_that_promotes() -> None:
-    """A tensor of rank 0 promotes nothing, and a norm is as wide as its data."""
-    options = Options(precision="bf16", placement="promote", do_no_harm=False)
-    x = torch.randn(4, 4)
-    found = rewrite_graph(capture(Mixed()), (x, x), options, torch.bfloat16).assignment
-    wide = {d.op for d in found.decisions.values() if not d.low}
-    assert wide == {"aten::atan2.default", "aten::scatter_add.default"}
-
-
-def test_what_no_list_knows_is_a_wall_to_tensorflow() -> None:
-    """Nothing is painted through it, though between two products it might be low."""
-
-    class Walled(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            known = (x @ y.t()).sqrt()
-            return (known @ x).sin() @ (y.t() @ x)
-
-    for lists, low in (({}, False), ({"infer": ["sin"]}, True)):
-        found = rewritten(
-            Walled(),
-            precision="fp16",
-            rules="tensorflow",
-            placement="tensorflow",
-            **lists,
-        ).assignment
-        by_op = {d.op: d.low for d in found.decisions.values()}
-        assert by_op["aten::sqrt.default"]
-        assert by_op["aten::sin.default"] is low
-
-
-def test_a_square_is_a_product_to_lists_that_know_no_square() -> None:
-    class Squared(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            x = x @ y.t()
-            return (x * x) @ y
-
-    found = rewritten(Squared(), precision="fp16", rules="tensorflow", do_no_harm=False)
-    assert found.classified.verdicts["mul"].reason == "Mul"
-    found = rewritten(Squared(), precision="fp16", do_no_harm=False)
-    squares = Rules.default("fp16").table["aten::square"]
-    assert found.classified.verdicts["mul"].reason == squares.reason
-
-
-def test_a_boolean_that_only_products_read_is_cast_to_low_at_once() -> None:
-    """TensorFlow retargets such a cast; with another reader it stays what it was."""
-
-    class Masked(nn.Module):
-        def __init__(self, other: bool) -> None:
-            super().__init__()
-            self.other = other
-
-        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-            mask = (x > 0).float()
-            return mask @ y.t(), mask.exp() if self.other else y + 1
-
-    for other in (False, True):
-        found = rewritten(
-            Masked(other), precision="fp16", rules="tensorflow", placement="tensorflow"
-        ).assignment
-        casts = {d.low for d in found.decisions.values() if d.op == "aten::to.dtype"}
-        assert casts == {not other}
-
-
-# -- do no harm ------------------------------------------------------------------------
-
-
-def Wide(width: int) -> Of:
-    return Of(lambda m, x: m.fc(m.fc(x).relu()), fc=nn.Linear(width, width))
-
-
-def wide(width: int, **options: Any) -> Rewritten:
-    gm = capture(Wide(width), 1)
-    x = torch.randn(width, width)
-    return rewrite_graph(gm, (x,), Options(precision="bf16", **options), torch.bfloat16)
-
-
-def test_a_small_model_is_left_alone_unless_told_otherwise() -> None:
-    careful = wide(4)
-    assert careful.casts == ()
-    assert careful.assignment.low == frozenset()
-    assert careful.assignment.cost == careful.assignment.all_high_cost
-    assert "gain nothing" in careful.assignment.decisions["linear"].choice
-    told = wide(4, do_no_harm=False).assignment
-    assert {"linear", "relu", "linear_1"} <= told.low
-
-
-# -- pins and reasons ------------------------------------------------------------------
+    linears = [d.low for d in found.decisions.values() if "linear" in d.op]
+    assert linears == [True, True]
 
 
 @pytest.mark.thorough
@@ -203,41 +81,115 @@ def test_every_decision_is_told_and_every_pin_kept(
         assert decision.reason
         assert decision.origin
         assert decision.low == (name in assignment.low)
-        if found.classified.verdicts[name].pinned:
-            assert not decision.low
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        assignment.cost = 0
+        assert not (found.classified.verdicts[name].pinned and decision.low)
 
 
-def test_keep_is_by_module_path() -> None:
-    exported = torch.export.export(Wide(8), (torch.randn(8, 8),)).module()
-    assert isinstance(exported, fx.GraphModule)
-    found = rewrite_graph(
-        exported,
-        (torch.randn(8, 8),),
-        Options(precision="bf16", do_no_harm=False, keep=("fc",)),
-        torch.bfloat16,
-    ).assignment
-    linear = found.decisions["linear"]
-    assert (linear.low, linear.reason) == (False, "kept in fp32 by keep='fc'")
+# -- which ops of a program are low ----------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("lists", "low"),
-    [
-        ({"deny": ["linear"]}, set()),
-        ({"deny": ["relu"]}, {"linear", "linear_1"}),
-        ({"deny": ["relu"], "clear": ["linear"]}, set()),
-        ({"deny": ["linear"], "allow": ["relu"]}, {"relu"}),
-    ],
-)
-def test_user_lists_move_ops(lists: dict[str, list[str]], low: set[str]) -> None:
-    found = wide(8, do_no_harm=False, **lists).assignment
-    assert found.low == low
-    for name in ("linear", "relu"):
-        op = found.decisions[name]
-        if any(name in ops for ops in lists.values()):
-            assert "listed by the user" in op.reason
+def square(x: Tensor, y: Tensor) -> Tensor:
+    x = x @ y.t()
+    return (x * x) @ y
+
+
+def chain(m: Of, x: Tensor, _: Tensor) -> Tensor:
+    return m.fc(m.fc(x).relu())
+
+
+def promoting(m: Of, x: Tensor, y: Tensor) -> list[Tensor]:
+    """Ops that read what a product made beside an fp32 tensor from outside."""
+    low = m.fc(x)
+    picked = y.scatter_add(0, m.index, low)
+    return [torch.atan2(y, low), picked, low.sigmoid(), low * m.scale, m.norm(low)]
+
+
+def walled(m: Of, x: Tensor, y: Tensor) -> Tensor:
+    known = (x @ y.t()).sqrt()
+    return (known @ x).sin() @ (y.t() @ x)
+
+
+def masked(other: bool) -> Any:
+    def function(m: Of, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        mask = (x > 0).float()
+        return mask @ y.t(), mask.exp() if other else y + 1
+
+    return function
+
+
+LIKE_TENSORFLOW = {
+    "precision": "fp16",
+    "rules": "tensorflow",
+    "placement": "tensorflow",
+}
+TOLD: dict[str, tuple[Any, dict[str, Any], str, str]] = {
+    # A tensor of rank 0 promotes nothing, and a norm is as wide as its data.
+    "promoted": (
+        promoting,
+        {"placement": "promote"},
+        "linear sigmoid mul batch_norm",
+        "atan2 scatter_add",
+    ),
+    # What no list knows: nothing is painted through it, though between two products.
+    "walled": (walled, LIKE_TENSORFLOW, "sqrt", "sin"),
+    "no wall": (walled, {**LIKE_TENSORFLOW, "infer": ["sin"]}, "sqrt sin", ""),
+    # A boolean that products alone read is cast to low at once.
+    "a mask": (masked(False), LIKE_TENSORFLOW, "to", ""),
+    "a mask with another reader": (masked(True), LIKE_TENSORFLOW, "", "to"),
+    "harmless": (chain, {}, "linear relu", ""),
+    "harm": (chain, {"do_no_harm": True}, "", "linear relu"),
+    "denied": (chain, {"deny": ["linear"]}, "", "linear relu"),
+    "relu denied": (chain, {"deny": ["relu"]}, "linear", "relu"),
+    "both listed": (
+        chain,
+        {"deny": ["relu"], "clear": ["linear"]},
+        "",
+        "linear relu",
+    ),
+    "relu allowed": (
+        chain,
+        {"deny": ["linear"], "allow": ["relu"]},
+        "relu",
+        "linear",
+    ),
+    "kept": (chain, {"keep": ["fc"]}, "", "linear"),
+}
+"""A program, options, the ops that are low wherever they stand, and those in fp32."""
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_ops_run_as_the_options_say(case: str) -> None:
+    function, options, low, high = TOLD[case]
+    model = Of(
+        function,
+        fc=nn.Linear(8, 8),
+        scale=nn.Parameter(torch.ones(())),
+        norm=nn.BatchNorm1d(8),
+        index=torch.zeros(8, 8).long(),
+    )
+    options = {"strict": True, "precision": "bf16", "do_no_harm": False, **options}
+    autoamp.convert(model, **options)
+    model(torch.rand(8, 8), torch.rand(8, 8))
+    ops = autoamp.report(model).ops
+    for names, is_low in ((low, True), (high, False)):
+        for name in names.split():
+            found = [op for op in ops if op.op.startswith(f"aten::{name}.")]
+            assert {op.is_low for op in found} == {is_low}, name
+            listed = {*options} & {"deny", "allow", "clear", "infer"}
+            if any(name in options[kind] for kind in listed):
+                assert all("listed by the user" in op.reason for op in found)
+            if name == "linear" and "keep" in options:
+                says(found[0].reason, option="keep='fc'")
+    if case == "harm":
+        assert autoamp.report(model).rewritten[0].casts == ()
+
+
+def test_a_square_is_a_product_to_lists_that_know_no_square() -> None:
+    program = Of(lambda m, x, y: square(x, y))
+    found = rewritten(program, "fp16", rules="tensorflow", do_no_harm=False)
+    assert found.classified.verdicts["mul"].reason == "Mul"
+    found = rewritten(program, "fp16", do_no_harm=False)
+    squares = Rules.default("fp16").table["aten::square"]
+    assert found.classified.verdicts["mul"].reason == squares.reason
 
 
 def test_storage_that_is_written_has_one_precision() -> None:

@@ -6,9 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from autoamp.analyse.verdict import Classified
-from autoamp.place.mincut import Group, Problem
-from autoamp.place.policies import forced, project, promote, tensorflow
+from tests.place.door import (
+    Classified,
+    Group,
+    Problem,
+    forced,
+    project,
+    promote,
+    tensorflow,
+)
 from tests.place.small_facts import fact, facts, graph_of, verdict
 
 

@@ -38,6 +38,7 @@ class Outcome:
 
     Attributes:
         untouched: inputs and buffers, by name, that the run has left as they were.
+        written: those that it has not; an exported program lacks buffers it never reads.
         shared: pairs of names whose tensors share memory.
         random: the random state afterwards.
     """
@@ -47,6 +48,7 @@ class Outcome:
     others: list[Any] = field(default_factory=list)
     forms: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     untouched: set[str] = field(default_factory=set)
+    written: set[str] = field(default_factory=set)
     shared: set[tuple[str, str]] = field(default_factory=set)
     random: Tensor | None = None
 
@@ -72,7 +74,7 @@ def run(
     found.forms = {name: _form(x) for name, x in tensors.items()}
     found.shared = _shared({**tensors, **named, **dict(model.named_parameters())})
     written = {n: x for n, x in named.items() if not _same(x, before[n])}
-    found.untouched = {*named} - {*written}
+    found.untouched, found.written = {*named} - {*written}, {*written}
     found.results = {n: x.detach() for n, x in {**tensors, **written}.items()}
     if not grad:
         return found
@@ -240,7 +242,7 @@ def _same_form(ours: Outcome, plain: Outcome, autocast: Outcome) -> None:
         assert form[:-1] == plain.forms[name][:-1], name
         strides = plain.forms[name][-1], autocast.forms.get(name, form)[-1]
         assert form[-1] in strides, f"{name} has other strides"
-    written = plain.untouched - ours.untouched
+    written = plain.untouched & ours.written
     assert not written, f"written, though not in fp32: {written}"
 
 
