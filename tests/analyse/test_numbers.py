@@ -1,184 +1,104 @@
-"""Numbers in tensors are seen as Python's numbers are, where capture knows them."""
+"""Numbers in tensors, and masks, are seen as Python's numbers are, if they are known.
+
+That results are true where fp16 has no digits for a number is shown by the rows of
+tests/table/numbers_in_tensors.py.
+"""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import autoamp
-from tests.small_models import rewriting
-from tests.truth import MARGIN, errors, relative
+from tests.says import says
+from tests.small_models import Of, node, rewriting
+from tests.table.numbers_in_tensors import LARGE, PARTS, SMALL, WIDTH, Spellings
 
-WIDTH = 16
-LOW = (torch.bfloat16, torch.float16)
+LEAST = torch.finfo(torch.float32).min
 X = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-class Of(nn.Module):
-    """A model of one function over a layer and numbers in its attributes."""
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.function = function
-        self.fc = nn.Linear(WIDTH, WIDTH)
-        self.attribute = torch.tensor(1e-8)
-        self.register_buffer("small", torch.tensor(1e-8))
-        self.register_buffer("one", torch.tensor([1e-8]))
-        self.register_buffer("large", torch.tensor(1e9))
-        self.trained = nn.Parameter(torch.tensor(1e-8))
-
-    def forward(self, *given: Tensor) -> Tensor:
-        return self.function(self, *given)
+def of(function: Any) -> Of:
+    torch.manual_seed(0)
+    parts = {name: make() for name, make in PARTS.items()}
+    model = Of(function, other=nn.Linear(WIDTH, WIDTH), **parts)
+    model.attribute = torch.tensor(1e-8)  # no buffer
+    return model
 
 
-rewritten = rewriting(Of, lambda: X.clone().requires_grad_(), "fp16")
+rewritten = rewriting(of, lambda: X.clone().requires_grad_(), "fp16")
 
 
-def empty(h: Tensor) -> Tensor:
-    return torch.empty_like(h).fill_(1e-8)
+def error(found: Tensor, true: Tensor) -> float:
+    return ((found - true).norm() / true.norm()).item()
 
 
-SMALL: dict[str, Callable[[Of, Tensor], Tensor]] = {
-    "number": lambda m, h: h * 1e-8,
-    "tensor": lambda m, h: h * torch.tensor(1e-8),
-    "its kin": lambda m, h: h * h.new_tensor(1e-8),
-    "as tensor": lambda m, h: torch.as_tensor(1e-8) * h,
-    "scalar tensor": lambda m, h: h * torch.scalar_tensor(1e-8),
-    "full": lambda m, h: h * torch.full((), 1e-8),
-    "new full": lambda m, h: h * h.new_full((), 1e-8),
-    "new full row": lambda m, h: h * h.new_full((WIDTH,), 1e-8),
-    "full like": lambda m, h: h * torch.full_like(h, 1e-8),
-    "filled": lambda m, h: h * empty(h),
-    "attribute": lambda m, h: h * m.attribute,
-    "buffer": lambda m, h: h * m.small,
-    "element": lambda m, h: h * m.one[0],
-    "copies": lambda m, h: h * torch.tensor(1e-8).clone().detach().to("cpu"),
-    "computed": lambda m, h: h * torch.tensor(1e-4) ** 2,
-    "negative": lambda m, h: h * -torch.tensor(1e-8),
-}
+# -- numbers ---------------------------------------------------------------------------
 
 
-@pytest.mark.thorough(
-    but=["number", "as tensor", "new full", "filled", "element", "negative"]
+@pytest.mark.parametrize(
+    ("spellings", "op"), [(SMALL, "mul"), (LARGE, "div")], ids=["small", "large"]
 )
-@pytest.mark.parametrize("kind", SMALL)
-def test_a_small_number_in_a_tensor_keeps_its_op_in_fp32(kind: str) -> None:
-    function = SMALL[kind]
-    found = rewritten(lambda m, x: function(m, m.fc(x)))
-    product = [d for d in found.assignment.decisions.values() if "mul" in d.op][-1]
-    assert not product.low
-    assert "which fp16 rounds to zero" in product.reason
-    assert "computes with " in product.reason
-    bf16 = rewritten(lambda m, x: function(m, m.fc(x)), precision="bf16").assignment
-    assert not any("rounds to zero" in d.reason for d in bf16.decisions.values())
-
-
-@pytest.mark.thorough(
-    but=[
-        "number-bf16",
-        "as tensor-bf16",
-        "new full-bf16",
-        "filled-fp16",
-        "element-fp16",
-        "negative-fp16",
-    ]
-)
-@pytest.mark.parametrize("low", LOW, ids=["bf16", "fp16"])
-@pytest.mark.parametrize("kind", SMALL)
-def test_small_numbers_are_no_less_true_than_under_autocast(
-    kind: str, low: torch.dtype
+def test_a_number_that_fp16_cannot_hold_keeps_its_op_in_fp32(
+    spellings: Spellings, op: str
 ) -> None:
-    function = SMALL[kind]
-    found = errors(Of(lambda m, x: function(m, m.fc(x))), (X,), low)
-    assert found.worst() <= MARGIN
-    assert found.ours[0] < torch.finfo(low).eps, "digits are left, where fp16 had none"
+    """A divisor cut off at 65504 would divide by 15000 times less."""
+
+    def function(m: Any, x: Tensor) -> list[Tensor]:
+        return [spelt(m, m.fc(x)) for spelt in spellings.values()]
+
+    found = rewritten(function)
+    decisions = found.assignment.decisions.values()
+    ops = [d for d in decisions if d.op.startswith(f"aten::{op}.")]
+    assert len(ops) >= len(spellings)
+    for decision in ops:
+        assert not decision.low
+        says(decision.reason, "fp16")
+    results = zip(spellings, found.gm(X), of(function)(X), strict=True)
+    for name, ours, exact in results:
+        assert error(ours, exact) < torch.finfo(torch.float16).eps, name
+    bf16 = rewritten(function, precision="bf16").assignment.decisions.values()
+    assert not any("rounds to zero" in d.reason for d in bf16)
 
 
-GUARDS: dict[str, Callable[[Of, Tensor], Tensor]] = {
-    "sum": lambda m, n: n + torch.tensor(1e-8),
-    "buffer": lambda m, n: n + m.small,
-    "maximum": lambda m, n: torch.maximum(n, torch.tensor(1e-8)),
-    "clamp": lambda m, n: torch.clamp(n, min=torch.full((), 1e-8)),
-    "where": lambda m, n: torch.where(n > 1, n, torch.tensor(1e-8)),
-    "fill": lambda m, n: n.masked_fill(n < 1, torch.tensor(1e-8)),
+SHARED = torch.tensor(1e-8)
+HELD: Spellings = {
+    "tensor": SMALL["tensor"],
+    "full like": SMALL["full like"],
+    "attribute": lambda m, h: h * m.attribute,
+    "buffer": SMALL["buffer"],
+    "element": SMALL["element"],
+    "global": lambda m, h: h * SHARED,
+    "divisor": LARGE["buffer"],
 }
 
 
-@pytest.mark.thorough(
-    but=[
-        "sum-bf16",
-        "buffer-bf16",
-        "maximum-bf16",
-        "clamp-fp16",
-        "where-fp16",
-        "fill-fp16",
-    ]
-)
-@pytest.mark.parametrize("low", LOW, ids=["bf16", "fp16"])
-@pytest.mark.parametrize("kind", GUARDS)
-def test_what_guards_a_division_by_zero_does(kind: str, low: torch.dtype) -> None:
-    """A norm of zero: autocast divides by it in fp16."""
-    guard = GUARDS[kind]
-
-    def function(m: Of, x: Tensor) -> Tensor:
-        h = m.fc(x)
-        return h * 1e-3 / guard(m, (h - h).amax(-1, keepdim=True))
-
-    found = errors(Of(function), (X,), low)
-    assert found.worst() <= MARGIN
-    assert found.ours[0] < 8 * torch.finfo(low).eps, "a linear, a factor, a divisor"
+def test_a_converted_model_knows_its_own_numbers() -> None:
+    """Dynamo hands buffers, attributes and globals in; their values are the model's."""
+    model = of(lambda m, x: [spelt(m, m.fc(x)) for spelt in HELD.values()])
+    truth = model(X)
+    autoamp.convert(model, precision="fp16", do_no_harm=False, strict=True)
+    for name, ours, exact in zip(HELD, model(X), truth, strict=True):
+        assert error(ours, exact) < 2**-10, name
+    low = {op.op for op in autoamp.report(model).ops if op.is_low}
+    assert "aten::linear.default" in low
 
 
-LARGE: dict[str, Callable[[Of, Tensor], Tensor]] = {
-    "number": lambda m, h: h / 1e9,
-    "tensor": lambda m, h: h / torch.tensor(1e9),
-    "whole": lambda m, h: h / torch.tensor(10**9),
-    "buffer": lambda m, h: h / m.large,
-    "negative": lambda m, h: h / -torch.tensor(1e9),
-    "full": lambda m, h: h / torch.full((), 1e9),
-    "new full": lambda m, h: h / h.new_full((1,), 1e9),
-    "full like": lambda m, h: h / torch.full_like(h, 1e9),
-    "filled": lambda m, h: h / torch.empty_like(h).fill_(1e9),
-}
-
-
-@pytest.mark.parametrize("kind", LARGE)
-def test_a_divisor_beyond_the_range_is_not_cut_off(kind: str) -> None:
-    """Cut off at 65504 it would divide by 15000 times less; autocast's fp16 gives 0."""
-    function = LARGE[kind]
-    model = Of(lambda m, x: function(m, m.fc(x)))
-    truth = copy.deepcopy(model).double()
-    truth.large = truth.large.double()
-    found = rewritten(model.function)
-    quotient = next(d for n, d in found.assignment.decisions.items() if "div" in n)
-    assert not quotient.low
-    assert "which is beyond fp16's range" in quotient.reason
-    result = found.gm(X).detach().double()
-    eps = torch.finfo(torch.float16).eps
-    assert relative(result, truth(X.double()).detach()) < eps, "one low linear"
-
-
-def test_a_large_number_that_fills_a_mask_is_cut_off_where_it_is_only_that() -> None:
-    least = torch.finfo(torch.float32).min
-
-    def masked(m: Of, x: Tensor) -> Tensor:
-        h = m.fc(x)
-        return torch.where(h > 0, h, torch.full_like(h, least)).tanh() @ m.fc.weight
-
-    found = rewritten(masked)
-    assert {"full_like", "where"} <= found.assignment.low
-    assert found.gm(X).isfinite().all()
+def test_an_argument_and_a_parameter_are_known_to_nobody() -> None:
+    model = of(lambda m, x, s: m.fc(x) * s * m.trained)
+    autoamp.convert(model, precision="fp16", do_no_harm=False, strict=True)
+    model(X, torch.tensor(1e-8))
+    assert all(op.is_low for op in autoamp.report(model).ops if "mul" in op.op)
 
 
 def test_a_mask_of_several_numbers_is_none_of_them() -> None:
     """The causal mask, made beside the scores: adding it is no arithmetic with 1e9."""
 
-    def causal(m: Of, x: Tensor) -> Tensor:
+    def causal(m: Any, x: Tensor) -> Tensor:
         scores = m.fc(x) @ m.fc(x).t()
         mask = scores.new_full(scores.shape, -1e9).triu(1)
         return (scores + mask).softmax(-1) @ m.fc(x)
@@ -187,75 +107,94 @@ def test_a_mask_of_several_numbers_is_none_of_them() -> None:
     assert "computes with" not in reasons["add"].reason
 
 
-@pytest.mark.thorough(
-    but=[
-        "1e-08-<lambda>-bf16",
-        "1e-08-<lambda>-fp16",
-        "1.0-<lambda>-bf16",
-        "1000000000.0-<lambda>-bf16",
-        "1000000000.0-<lambda>-fp16",
+# -- masks of numbers beyond the range saturate, and make no NaN -----------------------
+
+
+def keep() -> Tensor:
+    """Each row sees what is before it, and the third sees nothing."""
+    found = torch.ones(32, 32, dtype=torch.bool).tril()
+    found[2] = False
+    return found
+
+
+def masked(m: Any, x: Tensor, keep: Tensor, given: Tensor) -> list[Tensor]:
+    """Attention, with a row that is masked out, in all the ways of writing a mask."""
+    s = m.fc(x) @ m.other(x).t()
+    added = (1.0 - keep.float()) * LEAST
+    scores = [
+        s + added,
+        torch.where(keep, s, torch.full_like(s, LEAST)),
+        torch.where(keep, s, torch.tensor(LEAST)),
+        torch.where(keep, s, torch.full([], LEAST)),
+        s.masked_fill(~keep, LEAST),
+        s.masked_fill(~keep, -1e9),
     ]
-)
-@pytest.mark.parametrize("low", LOW, ids=["bf16", "fp16"])
-@pytest.mark.parametrize(
-    ("size", "function"),
-    [
-        (1e-8, lambda m, h, s: h * s + h * m.trained),
-        (1.0, lambda m, h, s: h * s + h / (s * 2) + h * h.abs().amax()),
-        (1e9, lambda m, h, s: h / s + h / (s * 2) + h / -s),
-    ],
-)
-def test_a_number_nobody_knows_is_as_true_as_under_autocast(
-    size: float, function: Callable[..., Tensor], low: torch.dtype
+    q, k, v = (each[None] for each in (m.fc(x), m.other(x), m.fc(x)))
+    whole = functional.scaled_dot_product_attention
+    return [each.softmax(-1) @ m.fc(x) for each in scores] + [
+        whole(q, k, v, attn_mask=mask[None]) for mask in (added, given)
+    ]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("lists", [{}, {"allow": ["softmax", "add", "where"]}])
+def test_a_fully_masked_row_gives_no_nan(
+    precision: str, lists: dict[str, list[str]]
 ) -> None:
-    """0-dim inputs and parameters, and what is computed of them, promote nothing."""
-
-    def scaled(m: Of, x: Tensor, s: Tensor) -> Tensor:
-        return function(m, m.fc(x), s)
-
-    given = (X, torch.tensor(size))
-    assert errors(Of(scaled), given, low).worst() <= MARGIN
-    found = rewritten(scaled, *given).assignment.decisions.values()
-    assert not any("computes with" in d.reason for d in found)
-
-
-SHARED = torch.tensor(1e-8)
-HELD: dict[str, Callable[[Of, Tensor], Tensor]] = {
-    "tensor": SMALL["tensor"],
-    "full like": SMALL["full like"],
-    "attribute": SMALL["attribute"],
-    "buffer": SMALL["buffer"],
-    "element": SMALL["element"],
-    "global": lambda m, h: h * SHARED,
-    "divisor": LARGE["buffer"],
-}
+    given = (X, keep(), torch.full((32, 32), LEAST))
+    found = rewritten(masked, *given, precision=precision, **lists)
+    assert found.assignment.decisions["scaled_dot_product_attention_1"].low
+    assert "x2" in found.classified.extreme
+    results = found.gm(*given)
+    assert all(result.isfinite().all() for result in results)
+    sum(result.sum() for result in results).backward()
+    for parameter in found.gm.parameters():
+        assert parameter.grad is None or parameter.grad.isfinite().all()
 
 
-@pytest.mark.thorough(but=["tensor", "attribute", "buffer", "element", "divisor"])
-@pytest.mark.parametrize("kind", HELD)
-def test_a_converted_model_knows_its_own_numbers(kind: str) -> None:
-    """Dynamo hands buffers, attributes and globals in; their values are the model's."""
-    function = HELD[kind]
-    model = Of(lambda m, x: function(m, m.fc(x)))
-    truth = model(X).detach()
-    autoamp.convert(model, precision="fp16", do_no_harm=False, strict=True)
-    result = model(X).detach()
-    low = {op.op for op in autoamp.report(model).ops if op.is_low}
-    assert "aten::linear.default" in low
-    assert relative(result.double(), truth.double()) < 2**-10, "one low linear"
+@pytest.mark.parametrize(("precision", "literal"), [("fp16", -1e9), ("bf16", LEAST)])
+def test_literals_beyond_the_range_are_clamped(precision: str, literal: float) -> None:
+    def function(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return m.other(m.fc(x).masked_fill(mask, literal).softmax(-1))
+
+    given = (X, torch.ones(32, WIDTH, dtype=torch.bool))
+    found = rewritten(function, *given, precision=precision, allow=["softmax"])
+    fill = node(found, "masked_fill")
+    dtype = fill.meta["val"].dtype
+    assert fill.args[2] == (-torch.finfo(dtype).max if dtype.itemsize == 2 else literal)
+    infinite = rewritten(
+        lambda m, x, k: m.fc(x).masked_fill(k, -torch.inf).clone(), *given
+    )
+    assert infinite.gm(*given).isinf().all()
 
 
-def test_an_argument_and_a_parameter_are_known_to_nobody() -> None:
-    model = Of(lambda m, x, s: m.fc(x) * s * m.trained)
-    autoamp.convert(model, precision="fp16", do_no_harm=False, strict=True)
-    model(X, torch.tensor(1e-8))
-    assert all(op.is_low for op in autoamp.report(model).ops if "mul" in op.op)
+@pytest.mark.parametrize("grad", [True, False])
+def test_only_the_mask_is_extreme(grad: bool) -> None:
+    """What saturates is rounded by no cast; scores are no mask."""
+
+    def function(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return (m.fc(x) @ m.other(x).t() + mask).softmax(-1) @ x
+
+    mask = torch.full((32, 32), LEAST).triu(1)
+    found = rewritten(function, X, mask, grad=grad)
+    assert found.classified.extreme & {"x0", "x1", "linear"} == {"x1"}
 
 
-def test_a_tensor_written_over_is_read_as_it_is() -> None:
-    def written(m: Of, x: Tensor) -> Tensor:
-        scale = torch.tensor(1.0)
-        scale.fill_(1e-8)
-        return m.fc(x) * scale
+def test_what_is_extreme() -> None:
+    """What fills a mask is, until it is cut off in range; a divisor fills none."""
+    divided = rewritten(lambda m, x: m.fc(x.softmax(-1) / 5e5))
+    assert "div" not in divided.classified.extreme
+    for limit, extreme in ((1e5, True), (5.0, False)):
+        cut = rewritten(lambda m, x, e=limit: m.fc((x * 1e6).clamp(-e, e)))
+        assert "mul" in cut.classified.extreme
+        assert ("clamp" in cut.classified.extreme) == extreme
 
-    assert errors(Of(written), (X,), torch.float16).ours[0] < 2**-10
+
+def test_a_large_number_that_fills_a_mask_is_low_where_it_is_only_that() -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        h = m.fc(x)
+        return torch.where(h > 0, h, torch.full_like(h, LEAST)).tanh() @ m.fc.weight
+
+    found = rewritten(function)
+    assert {"full_like", "where"} <= found.assignment.low
+    assert found.gm(X).isfinite().all()
