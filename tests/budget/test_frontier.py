@@ -9,11 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoamp.ask.examine import examined
-from autoamp.ask.stand_in import Heard, relative_error
-from autoamp.budget.search import Found, Scene
-from autoamp.budget.sensitivity import Calibration, Squares
 from autoamp.options import Options
+from tests.budget.door import (
+    Calibration,
+    Found,
+    Heard,
+    Scene,
+    Squares,
+    examined,
+    relative_error,
+)
 
 BF16 = torch.bfloat16
 

@@ -11,11 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autoamp.ask.examine import examined
-from autoamp.budget.budget import Budget, errors_of
-from autoamp.budget.search import Scene
-from autoamp.budget.sensitivity import Calibration, Squares
 from autoamp.options import Options
+from tests.budget.door import (
+    Budget,
+    Calibration,
+    Scene,
+    Squares,
+    errors_of,
+    examined,
+)
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

@@ -16,12 +16,18 @@ import autoamp
 import autoamp_cli
 from autoamp import questions
 from autoamp.benchmark.meters import Held
-from autoamp.counted.saved import saved_bytes
 from autoamp.errors import OptionError, UnsupportedModelError
-from autoamp.place.devices import figures, memory_of
-from autoamp.planning.named import named_model
-from autoamp.planning.step import bytes_of
-from autoamp.planning.ways import AUTOAMP, AUTOCAST, FP32, IN_FP32
+from tests.metrics import saved_bytes
+from tests.planning.door import (
+    AUTOAMP,
+    AUTOCAST,
+    FP32,
+    IN_FP32,
+    bytes_of,
+    devices,
+    named_model,
+)
+from tests.says import says
 from tests.small_models import BF16
 
 transformers = pytest.importorskip("transformers")
@@ -156,7 +162,7 @@ def test_times_are_those_of_explain(mlp: autoamp.Plan) -> None:
     told = questions.explain(model, x, device="cuda:sm_80").headline
     without = autoamp.plan(model, x, device="cuda:sm_80", optimizer="none")
     assert without.way(FP32).seconds == told.seconds_fp32
-    bandwidth = figures()["sm_80"]["bytes_per_ns"]
+    bandwidth = devices.figures()["sm_80"]["bytes_per_ns"]
     for name, seconds in (
         (AUTOCAST, told.seconds_autocast),
         (AUTOAMP, told.seconds),
@@ -190,9 +196,9 @@ def test_a_call_for_inference_keeps_nothing_and_has_no_optimizer() -> None:
 
 
 def test_memory_is_told_where_a_source_tells_it() -> None:
-    assert memory_of("cuda:sm_90") == 80 * 10**9
-    assert memory_of("cuda:sm_100") is None
-    for row in figures().values():
+    assert devices.memory_of("cuda:sm_90") == 80 * 10**9
+    assert devices.memory_of("cuda:sm_100") is None
+    for row in devices.figures().values():
         assert ("memory_gb" in row) == (" GB" in row.get("model", ""))
 
 
@@ -245,26 +251,28 @@ def test_a_config_file_and_a_type_of_model(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_name_is_told(name: str, problem: str) -> None:
-    with pytest.raises(OptionError, match=problem.replace("(", r"\(")):
+    with pytest.raises(OptionError) as raised:
         named_model(name)
+    says(raised, problem)
 
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(OptionError, match="transformers is not installed"):
+    with pytest.raises(OptionError) as raised:
         autoamp.plan("transformers:gpt2")
+    says(raised, "transformers", "installed")
 
 
 def test_what_cannot_be_planned_is_told() -> None:
-    x = torch.ones(64, 64)
-    with pytest.raises(UnsupportedModelError, match="without data"):
+    x, layer = torch.ones(64, 64), nn.Linear(64, 64)
+    with pytest.raises(UnsupportedModelError):
         autoamp.plan(Reads(64, 64), x, device="cuda:sm_80")
-    with pytest.raises(OptionError, match="not one of adamw"):
-        autoamp.plan(nn.Linear(64, 64), x, optimizer="adam")
-    with pytest.raises(OptionError, match="above 0"):
-        autoamp.plan(nn.Linear(64, 64), x, batch=0)
-    with pytest.raises(UnsupportedModelError, match="slower than fp32"):
-        autoamp.plan(nn.Linear(64, 64), x, device="cpu:plain")
+    with pytest.raises(UnsupportedModelError):
+        autoamp.plan(layer, x, device="cpu:plain")
+    for wrong, said in (({"optimizer": "adam"}, "adamw"), ({"batch": 0}, "batch")):
+        with pytest.raises(OptionError) as raised:
+            autoamp.plan(layer, x, **wrong)
+        says(raised, said)
 
 
 FACTORY = """
@@ -299,4 +307,4 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         wrong = call(*arguments)
         assert wrong.exit_code == 2
-        assert problem in wrong.output
+        says(wrong.output, problem)

@@ -10,31 +10,29 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx
 
 from autoamp import op_names
-from autoamp.analyse.classify import condition_holds
 from autoamp.errors import RulesError
-from autoamp.rules import Category, Condition, Rule, Rules
-from autoamp.rules.model import BUILTIN, FACTS, builtin_path, directory
-from autoamp.rules.parse import MAX_BYTES, read
-from tests.place.small_facts import fact
+from autoamp.rules import Category, Condition, Rule, Rules, model, parse
+from tests.says import says
+from tests.small_models import Of, rewritten
 
 aten = torch.ops.aten
+BUILTIN, read = model.BUILTIN, parse.read
 PRECISIONS = ("fp16", "bf16")
 LOW = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def raw(name: str) -> dict[str, dict[str, object]]:
     """The TOML tables of a built-in file, as written."""
-    return tomllib.loads(builtin_path(name).read_text(encoding="utf-8"))
+    return tomllib.loads(model.builtin_path(name).read_text(encoding="utf-8"))
 
 
 def write(folder: Path, text: str | bytes) -> Path:
@@ -66,7 +64,7 @@ def test_every_named_op_is_in_this_torch(name: str) -> None:
 @pytest.mark.skipif(OLDER_TORCH, reason="the files name ops that this torch lacks")
 @pytest.mark.parametrize("name", BUILTIN)
 def test_builtin_files_pass_the_checks_made_on_a_users_file(name: str) -> None:
-    assert read(builtin_path(name), builtin=False).rules == Rules.load(name).table
+    assert read(model.builtin_path(name), builtin=False).rules == Rules.load(name).table
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
@@ -128,39 +126,22 @@ def test_ops_are_in_their_list(name: str, category: str) -> None:
     assert found == dict.fromkeys(found, category)
 
 
-UNBOUNDED = ("exp", "relu", "softplus", "gelu", "log_softmax", "mul")
-Table = Mapping[str, Rule]
-LAWS: dict[str, Callable[[Table], Any]] = {
-    "ops": lambda table: set(table) if len(table) >= 700 else "too few",
-    "clamp's limits": lambda table: (
-        table["aten::clamp"].restores,
-        table["aten::clamp"].restores_given == ("min", "max"),
-    ),
-    "unbounded ops that restore": lambda table: [
-        op
-        for op in UNBOUNDED
-        if table[f"aten::{op}"].restores or table[f"aten::{op}"].restores_given
-    ],
-    "the user's casts that are listed": lambda table: [
-        op for op in ("to", "type_as", "_to_copy") if f"aten::{op}" in table
-    ],
-    "exp's list": lambda table: str(table["aten::exp"].category),
-}
-HOLDS: dict[str, Any] = {
-    "clamp's limits": (False, True),
-    "unbounded ops that restore": [],
-    "the user's casts that are listed": [],
-}
-"""What is read from a file, where both files are not only to say the same."""
-
-
-@pytest.mark.parametrize("law", LAWS)
-def test_the_files_of_both_precisions_agree(law: str) -> None:
-    fp16, bf16 = (LAWS[law](Rules.default(p).table) for p in PRECISIONS)
-    if law == "exp's list":  # range is a danger in fp16, and not in bf16
-        assert (fp16, bf16) == ("deny", "infer")
-    else:
-        assert fp16 == bf16 == HOLDS.get(law, fp16) != "too few"
+def test_the_files_of_both_precisions_agree() -> None:
+    fp16, bf16 = (Rules.default(p).table for p in PRECISIONS)
+    assert {*fp16} == {*bf16}
+    assert len(fp16) >= 700
+    for table in (fp16, bf16):
+        clamp = table["aten::clamp"]
+        assert (clamp.restores, clamp.restores_given) == (False, ("min", "max"))
+        for op in ("exp", "relu", "softplus", "gelu", "log_softmax", "mul"):
+            unbounded = table[f"aten::{op}"]
+            assert not unbounded.restores
+            assert not unbounded.restores_given
+        listed = {f"aten::{op}" for op in ("to", "type_as", "_to_copy")} & {*table}
+        assert not listed, "the user's casts"
+    # Range is a danger in fp16, and not in bf16.
+    exp = (fp16["aten::exp"].category, bf16["aten::exp"].category)
+    assert exp == ("deny", "infer")
 
 
 AUTOCASTS_NORMS = frozenset(
@@ -212,28 +193,22 @@ def test_what_autocast_keeps_in_fp32_is_denied_where_it_does(
 def test_an_einsum_is_a_product_where_it_contracts(
     equation: str, category: str
 ) -> None:
-    graph = fx.Graph()
-    operands = [graph.placeholder(f"x{i}") for i in range(1 + equation.count(","))]
-    node = graph.call_function(aten.einsum.default, (equation, operands))
-    (condition,) = Rules.default("bf16").table["aten::einsum"].when
-    holds = condition_holds(condition, node, fact("einsum"))
-    assert (condition.category if holds else "allow") == category
+    left = equation.partition("->")[0]
+    sizes = [[2] * len(each.strip(". ")) for each in left.split(",")]
+    model = Of(lambda m, *given: torch.einsum(equation, *given))
+    found = rewritten(model, [torch.ones(size) for size in sizes], "bf16")
+    assert found.classified.verdicts["einsum"].category == category
 
 
 # -- the facts in them, measured -------------------------------------------------------
 
 SPAN = torch.linspace(-60_000, 60_000, 2001)
-RESTORING = {
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-    "erf": torch.erf,
-    "sin": torch.sin,
-    "cos": torch.cos,
-    "atan": torch.atan,
-    "sign": torch.sign,
+BOUNDED = "sigmoid tanh erf sin cos atan sign sinc"
+RESTORING: dict[str, Callable[..., Any]] = {
+    op: getattr(torch, op) for op in BOUNDED.split()
+} | {
     "relu6": F.relu6,
     "hardsigmoid": F.hardsigmoid,
-    "sinc": torch.sinc,
     "softmax": lambda x: F.softmax(x, 0),
     "layer_norm": lambda x: F.layer_norm(x, x.shape),
     "rms_norm": lambda x: F.rms_norm(x, x.shape),
@@ -242,10 +217,10 @@ RESTORING = {
 }
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
 @pytest.mark.parametrize("op", RESTORING)
-def test_restoring_ops_bound_what_is_out_of_range(name: str, op: str) -> None:
-    assert Rules.default(name).table[f"aten::{op}"].restores
+def test_restoring_ops_bound_what_is_out_of_range(op: str) -> None:
+    for name in PRECISIONS:
+        assert Rules.default(name).table[f"aten::{op}"].restores
     assert RESTORING[op](SPAN * 1e6).abs().max() < 100
 
 
@@ -440,7 +415,7 @@ def test_defaults_by_name_and_by_dtype_are_one_object() -> None:
     assert Rules.default("bf16") is Rules.default(torch.bfloat16)
     assert Rules.default("fp16") is Rules.default("half")
     assert Rules.default("bf16").dtype == "bfloat16"
-    with pytest.raises(RulesError, match="use one of fp16, bf16"):
+    with pytest.raises(RulesError):
         Rules.default("fp8")
 
 
@@ -494,9 +469,9 @@ def test_a_name_replaces_the_rules_of_its_overloads() -> None:
     ],
 )
 def test_a_wrong_list_is_named_with_what_to_do(lists, words) -> None:
-    with pytest.raises(RulesError) as error:
+    with pytest.raises(RulesError) as raised:
         Rules.default("fp16").with_lists(**lists)
-    assert [word for word in words if word not in str(error.value)] == []
+    says(raised, *words)
 
 
 def test_merged_rules_win_in_order(tmp_path) -> None:
@@ -517,8 +492,9 @@ def test_a_merged_rule_says_what_it_says_and_keeps_the_rest(tmp_path) -> None:
 
 
 def test_rules_for_the_other_dtype_are_refused() -> None:
-    with pytest.raises(RulesError, match="written for bfloat16 but fp16 for float16"):
+    with pytest.raises(RulesError) as raised:
         Rules.default("fp16").merge(Rules.default("bf16"))
+    says(raised, "bfloat16", "float16")
 
 
 # -- reading files ---------------------------------------------------------------------
@@ -558,7 +534,7 @@ def test_a_file_is_read_in_full(tmp_path) -> None:
             Condition("argument_is", 0, Category.DENY, "a", "min"),
             Condition("exponent_outside", (-1.0, 2.5), Category.ALLOW, "b"),
         ),
-        stated=frozenset({*FACTS, "when"}),
+        stated=frozenset({*model.FACTS, "when"}),
     )
 
 
@@ -615,66 +591,46 @@ WRONG: dict[str, tuple[str | bytes, list[str]]] = {
         WHEN % 'test="device_is", value="cpu", category="deny"',
         ["when[0].reason"],
     ),
-    "count": (
-        WHEN % 'test="reduces_at_least", value=true, category="deny", reason="r"',
-        ["when[0].value", "positive whole number"],
-    ),
-    "pair": (
-        WHEN % 'test="exponent_outside", value=[2, 1], category="deny", reason="r"',
-        ["when[0].value", "[lowest, highest]"],
-    ),
-    "contraction": (
-        WHEN % 'test="contracts", value=1, category="deny", reason="r"',
-        ["when[0].value", "true or false"],
-    ),
-    "device": (
-        WHEN % 'test="device_is", value=1, category="deny", reason="r"',
-        ["when[0].value", "device type"],
-    ),
-    "argument test": (
-        WHEN
-        % 'test="argument_is", argument="no", value=1, category="deny", reason="r"',
-        ["when[0].argument", "self"],
-    ),
-    "argument value": (
-        WHEN
-        % 'test="argument_is", argument="dim", value=[1], category="deny", reason="r"',
-        ["when[0].value"],
-    ),
-    "needless argument": (
-        WHEN
-        % 'test="device_is", argument="dim", value="cpu", category="deny", reason="r"',
-        ["when[0].argument", "delete"],
-    ),
 }
+CONDITIONS = {
+    'test="reduces_at_least", value=true': ["value", "whole number"],
+    'test="exponent_outside", value=[2, 1]': ["value", "[lowest, highest]"],
+    'test="contracts", value=1': ["value", "true or false"],
+    'test="device_is", value=1': ["value", "device type"],
+    'test="argument_is", argument="no", value=1': ["argument", "self"],
+    'test="argument_is", argument="dim", value=[1]': ["value"],
+    'test="device_is", argument="dim", value="cpu"': ["argument", "delete"],
+}
+for _condition, (_key, *_words) in CONDITIONS.items():
+    _text = WHEN % f'{_condition}, category="deny", reason="r"'
+    WRONG[_condition] = (_text, [f"when[0].{_key}", *_words])
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_file_is_named_with_the_key_and_what_to_do(case: str, tmp_path) -> None:
     text, words = WRONG[case]
     path = write(tmp_path, text)
-    with pytest.raises(RulesError) as error:
+    with pytest.raises(RulesError) as raised:
         Rules.load(path)
-    assert [w for w in [str(path), *words] if w not in str(error.value)] == []
+    says(raised, path, *words)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path) -> None:
-    with pytest.raises(RulesError, match=r"gone\.toml: cannot be read"):
-        Rules.load(tmp_path / "gone.toml")
-    with pytest.raises(RulesError, match="fp61: neither a file nor a built-in set"):
-        Rules.load("fp61")
-    with pytest.raises(RulesError, match="cannot be read"):
-        Rules.load(tmp_path)
+    for path in (tmp_path / "gone.toml", "fp61", tmp_path):
+        with pytest.raises(RulesError) as raised:
+            Rules.load(path)
+        says(raised, path)
 
 
 @pytest.mark.parametrize(("extra", "fits"), [(0, True), (1, False)])
 def test_the_size_limit_is_where_it_says(tmp_path, extra: int, fits: bool) -> None:
-    path = write(tmp_path, "#" * (MAX_BYTES + extra))
+    path = write(tmp_path, "#" * (parse.MAX_BYTES + extra))
     if fits:
         assert Rules.load(path).table == {}
     else:
-        with pytest.raises(RulesError, match="at most 1048576"):
+        with pytest.raises(RulesError) as raised:
             Rules.load(path)
+        says(raised, parse.MAX_BYTES)
 
 
 def test_an_op_this_torch_lacks_is_left_out_of_a_builtin_file(tmp_path, caplog) -> None:
@@ -682,7 +638,7 @@ def test_an_op_this_torch_lacks_is_left_out_of_a_builtin_file(tmp_path, caplog) 
     with caplog.at_level("DEBUG", logger="autoamp.rules"):
         rules = read(path, builtin=True).rules
     assert list(rules) == ["aten::exp"]
-    assert "aten::not_yet" in caplog.text
+    says(caplog.records, op="aten::not_yet")
 
 
 def test_custom_ops_have_rules_too(tmp_path) -> None:
@@ -703,12 +659,13 @@ def test_the_packaged_copy_goes_before_the_checkout(tmp_path) -> None:
         folder.mkdir()
         for name in BUILTIN:
             (folder / f"{name}.toml").touch()
-    assert directory((packaged, checkout)) == packaged
+    assert model.directory((packaged, checkout)) == packaged
     (packaged / "fp16.toml").unlink()
-    assert directory((packaged, checkout)) == checkout
+    assert model.directory((packaged, checkout)) == checkout
     (checkout / "fp16.toml").unlink()
-    with pytest.raises(RulesError, match=r"missing .*_rules.*rules.*reinstall"):
-        directory((packaged, checkout))
+    with pytest.raises(RulesError) as raised:
+        model.directory((packaged, checkout))
+    says(raised, packaged, checkout, "reinstall")
 
 
 def test_a_rules_file_can_keep_modules_in_fp32(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ class Outcome:
 
     Attributes:
         untouched: inputs and buffers, by name, that the run has left as they were.
-        written: those that it has not; an exported program lacks buffers it never reads.
+        written: those that it has written; an exported program lacks some buffers.
         shared: pairs of names whose tensors share memory.
         random: the random state afterwards.
     """
