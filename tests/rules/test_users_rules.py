@@ -122,18 +122,27 @@ def ran(op: Any, x: Tensor = X, **options: Any) -> tuple[Tensor, Any]:
     return result, row_of(model, str(op.name()))
 
 
-@pytest.mark.thorough(but=["custom_op", "fp32 results", "by hand", "fp32 by hand"])
+QUICK = ["custom_op", "fp32 results", "by hand", "fp32 by hand"]
+
+
+def precision_of(name: str) -> str:
+    return "fp32" if name in ("fp32", "fp32 by hand") else "bf16"
+
+
+@pytest.mark.thorough(but=QUICK)
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_results_are_autocasts(name: str) -> None:
+    result, row = ran(FOLLOWED[name])
+    assert torch.equal(result, under_autocast(FOLLOWED[name]).to(result.dtype))
+    assert (row.origin, row.precision) == ("its author", precision_of(name))
+
+
+@pytest.mark.thorough(but=QUICK)
 @pytest.mark.usefixtures("bf16_units")
 @pytest.mark.parametrize("name", FOLLOWED)
-def test_ops_follow_their_authors(name: str) -> None:
-    """Results are autocast's to the bit, and no price decides."""
-    op = FOLLOWED[name]
-    precision = "fp32" if name in ("fp32", "fp32 by hand") else "bf16"
-    result, row = ran(op)
-    assert torch.equal(result, under_autocast(op).to(result.dtype))
-    assert (row.origin, row.precision) == ("its author", precision)
-    _, row = ran(op, X[:2], do_no_harm=True)
-    assert row.precision == precision
+def test_no_price_decides(name: str) -> None:
+    _, row = ran(FOLLOWED[name], X[:2], do_no_harm=True)
+    assert row.precision == precision_of(name)
 
 
 @pytest.mark.parametrize("name", IN_FP32)
