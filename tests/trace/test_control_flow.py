@@ -18,7 +18,8 @@ import autoamp
 from autoamp.errors import AutoampError
 from autoamp.pipeline import passes
 from tests.metrics import relative_error
-from tests.small_models import converted
+from tests.says import says
+from tests.small_models import BF16, converted
 
 WIDTH, BATCH, STEPS = 16, 4, 5
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,16 +33,13 @@ class Layers(nn.Module):
 
     def __init__(self, plain: bool = False) -> None:
         super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH)
         self.register_buffer("turn", torch.ones((), dtype=torch.bool))
         self.register_buffer("seen", torch.zeros(()))
         self.plain = plain
 
-    def choose(
-        self, yes: Callable[[Tensor], Tensor], no: Callable[[Tensor], Tensor], h: Tensor
-    ) -> Tensor:
+    def choose(self, yes: Any, no: Any, h: Tensor) -> Tensor:
         if self.plain:
             return yes(h) if bool(self.turn) else no(h)
         return torch.cond(self.turn, yes, no, (h,))
@@ -111,10 +109,31 @@ class Mapped(Layers):
         return map_over(each, x, h)
 
 
-def given() -> tuple[Tensor, Tensor]:
-    return torch.randn(STEPS, BATCH, WIDTH), torch.randn(
-        BATCH, WIDTH, requires_grad=True
-    )
+class Twice(Layers):
+    """What goes round is read by two products."""
+
+    def forward(self, _: Tensor, h: Tensor) -> Tensor:
+        return self.repeat(lambda _, h: self.first(h) * self.second(h), h)
+
+
+class Writes(Layers):
+    """One branch writes to a buffer, by itself or as a batch norm that trains."""
+
+    by_norm = True
+
+    def forward(self, _: Tensor, h: Tensor) -> Tensor:
+        def writes(h: Tensor) -> Tensor:
+            if self.by_norm:
+                return self.norm(self.first(h))
+            self.seen.add_(1)
+            return self.first(h) + self.seen
+
+        return self.choose(writes, lambda h: self.second(h).tanh(), h)
+
+
+def given(batch: int = BATCH) -> tuple[Tensor, Tensor]:
+    h = torch.randn(batch, WIDTH, requires_grad=True)
+    return torch.randn(STEPS, batch, WIDTH), h
 
 
 def results(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> list[Tensor]:
@@ -128,18 +147,19 @@ def results(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> list[Tensor]:
     return [y.detach().float(), *grads]
 
 
-def twins(kind: type[Layers]) -> tuple[Layers, Layers]:
+def twins(kind: type[Layers], turn: bool = True) -> tuple[Layers, Layers]:
     """A model that uses torch's ops, and the same in plain Python."""
     torch.manual_seed(0)
     model, plain = kind(), kind(plain=True)
+    model.turn.fill_(turn)
     plain.load_state_dict(model.state_dict())
     return model, plain
 
 
-def low_ops(model: nn.Module) -> list[tuple[str, str]]:
+def low_ops(model: nn.Module) -> list[str]:
     """Where each low op stands, and its name."""
     rows = autoamp.report(model).ops
-    return [(r.body, r.op.split("::")[-1]) for r in rows if r.precision != "fp32"]
+    return [f"{r.body} {r.op.split('::')[-1]}" for r in rows if r.is_low]
 
 
 def reason(model: nn.Module, op: str) -> str:
@@ -147,76 +167,48 @@ def reason(model: nn.Module, op: str) -> str:
     return why
 
 
-def no_worse_than_autocast(kind: type[Layers], precision: str, **options: Any) -> Any:
-    """The converted model, whose results and gradients were looked at."""
-    model, plain = twins(kind)
+# What feeds the branches is low too: `relu_` writes to nothing it was handed.
+OF_BRANCHES = [
+    *(" linear.default", "body_0 linear.default", "body_0 relu_.default"),
+    *("body_1 linear.default", "body_1 tanh.default"),
+]
+INSIDE = ("body_0/body_1/body_0", "body_0/body_1/body_1", "body_1")
+CASES: dict[str, tuple[type[Layers], dict[str, Any], list[str]]] = {
+    "a loop": (Recurrent, {}, ["body_1 linear.default"] * 2 + ["body_1 tanh.default"]),
+    "a loop in fp16": (Recurrent, {"precision": "fp16"}, ["body_1 linear.default"]),
+    "the first branch": (Branches, {}, OF_BRANCHES),
+    "the second branch": (Branches, {"turn": False}, OF_BRANCHES),
+    "branches in fp16": (Branches, {"precision": "fp16"}, OF_BRANCHES),
+    "compiled branches": (Branches, {"backend": aot_eager}, OF_BRANCHES),
+    "nested": (Nested, {}, [f"{body} linear.default" for body in INSIDE]),
+    "scanned": (Scanned, {}, ["body_0 linear.default"]),
+    "mapped": (Mapped, {}, ["body_0 linear.default"]),
+}
+"""A model, options, and ops that are low in its bodies."""
+
+
+@pytest.mark.thorough(but=["mapped"])
+@pytest.mark.parametrize("name", CASES)
+def test_no_worse_than_autocast(name: str) -> None:
+    kind, options, low = CASES[name]
+    options = {"precision": "bf16", **options}
+    model, plain = twins(kind, options.pop("turn", True))
     inputs = given()
     expected = results(plain, inputs)
-    with torch.autocast("cpu", LOW[precision]):
-        allowed = relative_error(results(plain, inputs), expected)
-    converted(model, precision=precision, **options)
+    with torch.autocast("cpu", LOW[options["precision"]]):
+        allowed = 1.5 * relative_error(results(plain, inputs), expected)
+    converted(model, **options)
     found = results(model, inputs)
     assert found[0].dtype == torch.float32
-    assert 0 < relative_error(found, expected) < 1.5 * allowed
-    return model
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_loop_trains(precision: str) -> None:
-    model = no_worse_than_autocast(Recurrent, precision)
-    names = ["linear.default", "linear.default", "add.Tensor", "tanh.default"]
-    assert low_ops(model) == [("body_1", name) for name in names]
-    assert reason(model, "while_loop").startswith("while_loop: rewritten inside")
+    assert 0 < relative_error(found, expected) < allowed
+    ran = low_ops(model)
+    assert set(low) <= set(ran)
     assert autoamp.report(model).skipped == []
-    assert "body_1 (while_loop)" in autoamp.report(model).full()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("precision", "turn"), [("bf16", True), ("bf16", False), ("fp16", True)]
-)
-def test_branches_train_and_infer(precision: str, turn: bool) -> None:
-    model, plain = twins(Branches)
-    for each in (model, plain):
-        each.turn.fill_(turn)
-    inputs = given()
-    expected = results(plain, inputs)
-    with torch.autocast("cpu", LOW[precision]):
-        allowed = relative_error(results(plain, inputs), expected)
-    converted(model, precision=precision)
-    assert 0 < relative_error(results(model, inputs), expected) < 1.5 * allowed
-    # What feeds the branches is low too: `relu_` writes to nothing it was handed.
-    assert low_ops(model) == [
-        ("", "linear.default"),
-        ("body_0", "linear.default"),
-        ("body_0", "relu_.default"),
-        ("body_1", "linear.default"),
-        ("body_1", "tanh.default"),
-    ]
     with torch.no_grad():
-        found = [model(*inputs)]
-    assert 0 < relative_error(found, expected[:1]) < 1.5 * allowed
-
-
-@pytest.mark.thorough
-def test_bodies_in_bodies() -> None:
-    model = no_worse_than_autocast(Nested, "bf16")
-    found = low_ops(model)
-    for body in ("body_0/body_1/body_0", "body_0/body_1/body_1", "body_1"):
-        assert (body, "linear.default") in found
-
-
-@pytest.mark.thorough(but=["Mapped"])
-@pytest.mark.parametrize("kind", [Scanned, Mapped])
-def test_scan_and_map(kind: type[Layers]) -> None:
-    model = no_worse_than_autocast(kind, "bf16")
-    assert ("body_0", "linear.default") in low_ops(model)
-
-
-@pytest.mark.thorough
-def test_a_compiler_takes_rewritten_branches() -> None:
-    no_worse_than_autocast(Branches, "bf16", backend=aot_eager)
+        inferred = [model(*inputs)]
+    assert 0 < relative_error(inferred, expected[:1]) < allowed
+    if kind is Recurrent:
+        says(autoamp.report(model).full(), "body_1 (while_loop)")
 
 
 def test_gradients_of_a_weight_are_summed_in_fp32_round_a_loop() -> None:
@@ -238,7 +230,7 @@ def test_gradients_of_a_weight_are_summed_in_fp32_round_a_loop() -> None:
 
     model = converted(Sum())
     model(torch.zeros(1, 1, requires_grad=True)).sum().backward()
-    assert ("body_1", "linear.default") in low_ops(model)
+    assert "body_1 linear.default" in low_ops(model)
     assert model.fc.weight.grad.item() == times
 
 
@@ -246,11 +238,6 @@ def test_gradients_of_a_weight_are_summed_in_fp32_round_a_loop() -> None:
 @pytest.mark.parametrize("trains", [True, False])
 def test_what_goes_round_takes_a_gradient_where_the_loop_does(trains: bool) -> None:
     """Then two reads of its low copy sum their gradients in fp32."""
-
-    class Twice(Layers):
-        def forward(self, _: Tensor, h: Tensor) -> Tensor:
-            return self.repeat(lambda _, h: self.first(h) * self.second(h), h)
-
     model = converted(Twice())
     with torch.set_grad_enabled(trains):
         model(*given())
@@ -270,11 +257,8 @@ def test_weights_are_cast_outside_a_loop_and_follow_the_optimizer() -> None:
             each.mul_(0.5)
     assert relative_error([model(*inputs)], [plain(*inputs)]) < 0.02
     (graph,) = autoamp.report(model).graphs
-    casts = [
-        str(n.args[0])
-        for n in graph.body_1.graph.nodes
-        if n.target is torch.ops.aten._to_copy.default
-    ]
+    cast = torch.ops.aten._to_copy.default
+    casts = [str(n.args[0]) for n in graph.body_1.graph.nodes if n.target is cast]
     assert len(casts) == 3, casts  # what goes round and one step in, the result out
     assert not [name for name in casts if "weight" in name or "bias" in name]
 
@@ -291,28 +275,24 @@ def test_the_condition_of_a_loop_stays_fp32() -> None:
     model = converted(Until())
     with torch.no_grad():
         model(*given())
-    assert ("body_1", "linear.default") in low_ops(model)
+    assert "body_1 linear.default" in low_ops(model)
     (graph,) = autoamp.report(model).graphs
     assert "_to_copy" not in graph.body_0.code
     assert not [row for row in autoamp.report(model).ops if row.body == "body_0"]
 
 
+@pytest.mark.thorough
+def test_sizes_stay_symbolic() -> None:
+    model, plain = twins(Recurrent)
+    converted(model)
+    for batch in (3, 5, 8):
+        inputs = given(batch)
+        with torch.no_grad():
+            assert relative_error([model(*inputs)], [plain(*inputs)]) < 0.02
+    assert len(autoamp.report(model).graphs) == 2
+
+
 # -- what stays as it is ---------------------------------------------------------------
-
-
-class Writes(Layers):
-    """One branch writes to a buffer, by itself or as a batch norm that trains."""
-
-    by_norm = False
-
-    def forward(self, _: Tensor, h: Tensor) -> Tensor:
-        def writes(h: Tensor) -> Tensor:
-            if self.by_norm:
-                return self.norm(self.first(h))
-            self.seen.add_(1)
-            return self.first(h) + self.seen
-
-        return self.choose(writes, lambda h: self.second(h).tanh(), h)
 
 
 @pytest.mark.parametrize("by_norm", [True, False])
@@ -331,20 +311,20 @@ def test_a_branch_that_writes_to_a_buffer_stays_fp32(by_norm: bool) -> None:
     for name, value in plain.named_buffers():
         if name != "turn":
             assert torch.equal(value, model.get_buffer(name)), name
-    assert low_ops(model) == [("body_1", "linear.default"), ("body_1", "tanh.default")]
-    assert "stays as it is: it writes to its input" in reason(model, "cond")
+    assert low_ops(model) == ["body_1 linear.default", "body_1 tanh.default"]
+    says(reason(model, "cond"), "writes to its input")
 
 
 def test_a_norm_that_does_not_train_writes_nothing() -> None:
-    model, plain = twins(Writes)
-    model.by_norm = plain.by_norm = True
-    converted(model.eval())
+    model, plain = (each.eval() for each in twins(Writes))
+    converted(model)
     inputs = given()
-    assert relative_error([model(*inputs)], [plain.eval()(*inputs)]) < 0.02
-    assert ("body_0", "linear.default") in low_ops(model)
+    assert relative_error([model(*inputs)], [plain(*inputs)]) < 0.02
+    assert "body_0 linear.default" in low_ops(model)
 
 
-def fail_in_bodies(monkeypatch) -> None:
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_body_that_the_pass_fails_on_stays_fp32(strict: bool, monkeypatch) -> None:
     through = passes.collect_facts
 
     def fail(gm: fx.GraphModule, *given: Any) -> Any:
@@ -353,37 +333,21 @@ def fail_in_bodies(monkeypatch) -> None:
         return through(gm, *given)
 
     monkeypatch.setattr(passes, "collect_facts", fail)
-
-
-def test_a_body_that_the_pass_fails_on_stays_fp32(monkeypatch) -> None:
-    fail_in_bodies(monkeypatch)
     model, plain = twins(Branches)
     inputs = given()
-    converted(model, strict=False)
+    converted(model, strict=strict)
+    if strict:
+        with pytest.raises(AutoampError) as raised:
+            model(*inputs)
+        says(raised, "planted")
+        return
     # One low product is left: the one that feeds the branches.
     assert relative_error(results(model, inputs), results(plain, inputs)) < 0.02
-    assert low_ops(model) == [("", "linear.default")]
-    assert "planted" in reason(model, "cond")
-
-
-def test_strict_raises_where_the_pass_fails_on_a_body(monkeypatch) -> None:
-    fail_in_bodies(monkeypatch)
-    with pytest.raises(AutoampError, match="planted"):
-        converted(Branches())(*given())
+    assert low_ops(model) == [" linear.default"]
+    says(reason(model, "cond"), "planted")
 
 
 # -- the graph -------------------------------------------------------------------------
-
-
-@pytest.mark.thorough
-def test_sizes_stay_symbolic() -> None:
-    model, plain = twins(Recurrent)
-    converted(model)
-    for batch in (3, 5, 8):
-        inputs = torch.randn(STEPS, batch, WIDTH), torch.randn(batch, WIDTH)
-        with torch.no_grad():
-            assert relative_error([model(*inputs)], [plain(*inputs)]) < 0.02
-    assert len(autoamp.report(model).graphs) == 2
 
 
 def captured(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Any:
@@ -421,11 +385,10 @@ def test_rewriting_twice_changes_nothing(kind: type[Layers]) -> None:
     torch.manual_seed(0)
     graph, inputs = captured(kind(), given())
     before = text_of(graph)
-    options = {"precision": "bf16", "do_no_harm": False}
-    once = autoamp.rewrite(graph, inputs, **options)
+    once = autoamp.rewrite(graph, inputs, **BF16)
     assert text_of(graph) == before
     assert sum("bfloat16" in code for code in text_of(once)) >= 1
-    twice = autoamp.rewrite(copy.deepcopy(once), inputs, **options)
+    twice = autoamp.rewrite(copy.deepcopy(once), inputs, **BF16)
     assert text_of(twice) == text_of(once)
     expected, found = graph(*inputs), once(*inputs)
     assert [v.dtype for v in found] == [v.dtype for v in expected]
@@ -438,7 +401,7 @@ def test_exported_branches_are_rewritten() -> None:
     inputs = given()[0], torch.randn(BATCH, WIDTH)
     with torch.no_grad():
         program = torch.export.export(model, inputs)
-    low = autoamp.rewrite(program, inputs, precision="bf16", do_no_harm=False)
+    low = autoamp.rewrite(program, inputs, **BF16)
     assert 0 < relative_error([low(*inputs)], [plain(*inputs)]) < 0.02
     bodies = [low.get_submodule(f"body_{i}") for i in range(2)]
     assert all("bfloat16" in str(body.code) for body in bodies)
