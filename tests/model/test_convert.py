@@ -238,7 +238,7 @@ def test_disabled_is_nested_and_of_this_thread(x: Tensor) -> None:
 
 def test_example_inputs_capture_at_once_and_leave_no_trace(x: Tensor) -> None:
     model = Block()
-    model.dropout = nn.Dropout(0.5)
+    model.second = nn.Sequential(nn.Dropout(0.5), model.second)
     state = {k: v.clone() for k, v in model.state_dict().items()}
     buffers = dict(model.named_buffers())
     random = torch.get_rng_state()

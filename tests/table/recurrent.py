@@ -21,7 +21,7 @@ def reader(m: Any, words: Tensor, lengths: Tensor) -> Any:
     packed = pack_padded_sequence(*given, batch_first=True, enforce_sorted=False)
     found, states = m.layer(packed)
     seen, _ = pad_packed_sequence(found, batch_first=True)
-    return m.head(seen), found.data, states
+    return m.head(seen), found.data, states, found.data.requires_grad
 
 
 def add(
@@ -49,11 +49,12 @@ add("rnn", nn.RNN, LENGTHS, 16)
 
 
 def asked(m: Any, x: Tensor) -> Any:
-    """Code of the model's own may look at strides, dtypes and need of a gradient."""
+    """Code of the model's own may look at strides and need of a gradient."""
     found, states = m.layer(x)
     several = states if isinstance(states, tuple) else (states,)
-    told = [(t.stride(), str(t.dtype), t.requires_grad) for t in (found, *several)]
-    return found, states, told
+    if found.requires_grad:
+        found = found * 2
+    return found, states, [(t.stride(), t.requires_grad) for t in (found, *several)]
 
 
 def ask(name: str, layer: Any) -> None:
