@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import autoamp
 from tests.metrics import relative_error
+from tests.says import says
 from tests.small_models import Of
 from tests.training.steps import BF16, FP16, assert_same, mlp, state_of, weights_of
 
@@ -408,3 +409,29 @@ def test_converted_reverted_and_converted_again_in_training(named: bool) -> None
         assert autoamp.is_converted(model) is low
     assert "step" not in optimizer.__dict__
     assert int(next(iter(optimizer.state.values()))["step"]) == 6 * STEPS
+
+
+def test_calls_past_the_recompile_limit_are_right_and_told() -> None:
+    """And the limit one model has met is not another's, though they share code."""
+
+    def halves(m: Any, x: Tensor) -> Tensor:
+        h = m.fc(x)
+        torch._dynamo.graph_break()
+        return m.fc(torch.tanh(h))
+
+    def outer() -> nn.Module:
+        return nn.Sequential(Of(halves, fc=nn.Linear(8, 8)))
+
+    limit = torch._dynamo.config.recompile_limit
+    first = autoamp.convert(outer(), **{**BF16, "strict": False})
+    second = autoamp.convert(outer(), **BF16)
+    with torch._dynamo.config.patch(
+        automatic_dynamic_shapes=False, assume_static_by_default=True
+    ):
+        for rows in [*range(2, limit + 5), 2, 3, limit + 4]:
+            assert off_by(first, torch.randn(rows, 8)) < ERROR
+        told = [why for _, why in autoamp.report(first).skipped]
+        says(told, option="torch._dynamo.config.recompile_limit")
+        for rows in range(2, limit + 1):
+            second(torch.randn(rows, 8))
+    assert autoamp.report(second).skipped == []
