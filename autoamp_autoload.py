@@ -117,6 +117,7 @@ def _arm() -> None:
                 except Exception as error:  # noqa: BLE001 (the script runs on in fp32)
                     _warn(f"{type(error).__name__}: {error}")
                     put_back()
+                    steps.hook.remove()
             return beneath
 
     def stop() -> None:

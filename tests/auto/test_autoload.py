@@ -9,8 +9,8 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,13 +20,11 @@ from torch.optim import optimizer as torch_optimizer
 
 import autoamp
 import autoamp_autoload
-from autoamp.auto import environment, mode, switch
 from autoamp.model import compile_backend
 from autoamp.model import convert as convert_module
-from autoamp.model.eligible import choose_precision
-from autoamp.options import Options
 from autoamp.training import attach
 from tests.logs import warned
+from tests.says import says
 from tests.small_models import BF16, WIDTH, Of, mlp
 
 VARIABLES = {
@@ -54,14 +52,6 @@ def global_state() -> dict[str, Any]:
         "pre": dict(torch_optimizer._global_optimizer_pre_hooks),
         "post": dict(torch_optimizer._global_optimizer_post_hooks),
     }
-
-
-def test_both_who_read_the_switch_read_it_alike() -> None:
-    assert autoamp_autoload.VARIABLE == environment.ENABLE
-    assert (autoamp_autoload.ON, autoamp_autoload.OFF) == (
-        environment._ON,
-        environment._OFF,
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -166,80 +156,77 @@ def test_first_call_starts_it(monkeypatch, x: Tensor) -> None:
     assert torch.equal(model(x), exact)
 
 
-@pytest.mark.parametrize("value", ["yes", "2", "-", "\x1b[31m\n", "オン", "x" * 10**5])
-def test_nonsense_is_one_warning(value: str, monkeypatch, caplog) -> None:
-    monkeypatch.setenv("AUTOAMP_ENABLE", value)
-    before = global_state()
-    autoamp_autoload.autoload()
-    assert global_state() == before
-    (line,) = warned(caplog)
-    assert "on (1, true, on) nor off (0, false, off, or unset)" in line
-    assert "AUTOAMP_ENABLE=" in line
-    assert line.isprintable()
-    assert len(line) < 300
+def broken_package(code: str) -> Callable[[pytest.MonkeyPatch, Path], None]:
+    """A package of ours that cannot be imported."""
 
-
-def test_whatever_fails_at_the_start_is_one_warning(
-    monkeypatch, caplog, x: Tensor
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise ZeroDivisionError("the bridge is out")
-
-    monkeypatch.setattr(switch, "enable_from_environment", fail)
-    model = mlp()
-    exact = model(x)
-    armed(monkeypatch)
-    for _ in range(3):
-        assert torch.equal(model(x), exact)
-    assert torch.compile(mlp(), backend="eager")(x).shape == (3, 4)
-    (line,) = warned(caplog)
-    assert line.endswith("runs in fp32: ZeroDivisionError: the bridge is out")
-    assert (nn.Module.__call__, torch.compile) == (CALL, COMPILE)
-
-
-@pytest.mark.parametrize("name", ["AUTOAMP_RULES", "AUTOAMP_REPORT_DIR"])
-def test_a_variable_that_cannot_be_used_is_one_warning(
-    name: str, monkeypatch, caplog, x: Tensor
-) -> None:
-    model = mlp()
-    exact = model(x)
-    armed(monkeypatch, **{name: "/proc/x\n\x1b[31m"})
-    for _ in range(2):
-        assert torch.equal(model(x), exact)
-    (line,) = warned(caplog)
-    assert line.startswith("autoamp is off, everything runs in fp32: ")
-    assert f"{name}='/proc/x\\n\\x1b[31m'" in line
-
-
-def test_torch_without_compile_is_one_warning(monkeypatch, caplog) -> None:
-    monkeypatch.delattr(torch, "compile")
-    armed(monkeypatch)
-    (line,) = warned(caplog)
-    assert "AttributeError" in line
-    assert "compile" in line
-    assert nn.Module.__call__ is CALL
-    monkeypatch.undo()
-
-
-@pytest.mark.parametrize("broken", ["import autoamp.missing", "def :", "raise OSError"])
-def test_a_package_that_cannot_be_imported_is_one_warning(
-    broken: str, tmp_path, monkeypatch, caplog, x: Tensor
-) -> None:
-    (tmp_path / "autoamp").mkdir()
-    (tmp_path / "autoamp" / "__init__.py").write_text(broken)
-    model = mlp()
-    exact = model(x)
-    with monkeypatch.context() as patch:
+    def make(patch: pytest.MonkeyPatch, folder: Path) -> None:
+        (folder / "autoamp").mkdir()
+        (folder / "autoamp" / "__init__.py").write_text(code)
         for name in [n for n in sys.modules if n.partition(".")[0] == "autoamp"]:
             patch.delitem(sys.modules, name)
-        patch.syspath_prepend(tmp_path)
-        armed(patch)
+        patch.syspath_prepend(folder)
+
+    return make
+
+
+def variable(name: str, value: str) -> Callable[[pytest.MonkeyPatch, Path], None]:
+    return lambda patch, _: patch.setenv(name, value)
+
+
+FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch, Path], None], list[str]]] = {
+    **{
+        f"AUTOAMP_ENABLE={value[:9]!a}": (
+            variable("AUTOAMP_ENABLE", value),
+            ["AUTOAMP_ENABLE=", "1, true, on", "0, false, off"],
+        )
+        for value in ("yes", "2", "-", "\x1b[31m\n", "オン", "x" * 10**5)
+    },
+    **{
+        name: (
+            variable(name, "/proc/x\n\x1b[31m"),
+            ["off", "fp32", f"{name}='/proc/x\\n\\x1b[31m'"],
+        )
+        for name in ("AUTOAMP_RULES", "AUTOAMP_REPORT_DIR")
+    },
+    **{
+        code: (broken_package(code), ["off", "fp32", error])
+        for code, error in (
+            ("import autoamp.missing", "ModuleNotFoundError"),
+            ("def :", "SyntaxError"),
+            ("1 / 0", "ZeroDivisionError: division by zero"),
+        )
+    },
+    "torch without compile": (
+        lambda patch, _: patch.delattr(torch, "compile"),
+        ["AttributeError", "compile"],
+    ),
+}
+"""What keeps the automatic mode from starting, and what the warning names."""
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_cannot_start_is_one_warning_and_the_script_runs_in_fp32(
+    name: str, monkeypatch, tmp_path: Path, caplog, x: Tensor
+) -> None:
+    breaks, named = FAULTS[name]
+    model, hooks = mlp(), global_state()["pre"]
+    exact = model(x)
+    for key, value in {**VARIABLES, "AUTOAMP_ENABLE": "1"}.items():
+        monkeypatch.setenv(key, value)
+    with monkeypatch.context() as patch:
+        breaks(patch, tmp_path)
+        autoamp_autoload.autoload()
         for _ in range(2):
             assert torch.equal(model(x), exact)
-        assert "autoamp" not in sys.modules
+        if hasattr(torch, "compile"):
+            assert torch.compile(mlp(), backend="eager")(x).shape == (3, 4)
+            assert torch.compile is COMPILE
+        assert nn.Module.__call__ is CALL
+    assert global_state()["pre"] == hooks, "steps are still looked at"
     (line,) = warned(caplog)
-    assert line.startswith("autoamp is off, everything runs in fp32: ")
-    assert (nn.Module.__call__, torch.compile) == (CALL, COMPILE)
+    says(line, *named)
+    assert line.isprintable()
+    assert len(line) < 400
 
 
 @pytest.mark.parametrize("precision", ["bf16", "nonsense"])
@@ -294,16 +281,6 @@ def test_patched_over_while_armed(monkeypatch, x: Tensor) -> None:
     assert autoamp.report(other).runs == 1
 
 
-def test_names_taken_while_armed(monkeypatch, x: Tensor) -> None:
-    armed(monkeypatch)
-    compile_ = torch.compile  # from torch import compile
-    mlp()(x)
-    torch.compile = compile_
-    weight = torch.randn(WIDTH, WIDTH)
-    found = torch.compile(lambda x: x @ weight, backend="eager")(x)
-    assert torch.equal(found, (x.bfloat16() @ weight.bfloat16()).float())
-
-
 def test_disable_before_the_first_call(monkeypatch, x: Tensor) -> None:
     armed(monkeypatch)
     call = nn.Module.__call__
@@ -321,8 +298,7 @@ def test_enable_before_the_first_call_is_what_counts(monkeypatch, x: Tensor) -> 
     model = mlp()
     model(x)
     assert autoamp.report(model).graphs
-    options = switch._mode.options
-    assert options.precision == "fp16"
+    assert {op.precision for op in autoamp.report(model).ops} >= {"fp16"}
 
 
 # -- processes and notebooks -----------------------------------------------------------
@@ -424,8 +400,9 @@ def test_backend_through_its_entry_point(x: Tensor) -> None:
 @pytest.mark.parametrize("options", [{"precison": "bf16"}, {"precision": "fp8"}])
 def test_wrong_options_of_the_backend(options: dict[str, str], x: Tensor) -> None:
     compiled = torch.compile(nn.Linear(WIDTH, 4), backend="autoamp", options=options)
-    with pytest.raises(Exception, match=r"options are allow, |give 'auto', 'fp16'"):
+    with pytest.raises(Exception) as raised:
         compiled(x)
+    says(raised, *options)
 
 
 # -- enable and disable ----------------------------------------------------------------
@@ -447,7 +424,7 @@ def test_disable_puts_everything_back(x: Tensor) -> None:
     optimizer = trained(model, x)
     assert autoamp.is_converted(model)
     assert "step" in vars(optimizer)
-    assert global_state()["pre"] != before["pre"]
+    assert global_state()["pre"]
     autoamp.disable()
     autoamp.disable()
     assert global_state() == before
@@ -527,26 +504,18 @@ BAD: list[dict[str, Any]] = [
 def test_bad_options_change_nothing(options: dict[str, Any], on: bool) -> None:
     if on:
         autoamp.enable(**BF16)
-    before, running = global_state(), switch._mode
+    before, model = global_state(), mlp()
     with pytest.raises(autoamp.AutoampError):
         autoamp.enable(**options)
     assert global_state() == before
-    assert switch._mode is running
+    model(torch.randn(3, WIDTH))
+    assert autoamp.is_converted(model) is on
 
 
 @pytest.mark.parametrize("by_environment", [True, False])
 def test_first_call_from_many_threads_converts_once(
     by_environment: bool, monkeypatch, x: Tensor
 ) -> None:
-    met: list[nn.Module] = []
-    convert = mode.convert_model
-
-    def counted(model: nn.Module, options: Any, **given: Any) -> nn.Module:
-        met.append(model)
-        time.sleep(0.05)  # others arrive
-        return convert(model, options, **given)
-
-    monkeypatch.setattr(mode, "convert_model", counted)
     model, start = mlp(), threading.Barrier(8)
     if by_environment:
         armed(monkeypatch)
@@ -564,7 +533,6 @@ def test_first_call_from_many_threads_converts_once(
         thread.start()
     for thread in threads:
         thread.join()
-    assert met == [model]
     report = autoamp.report(model)
     assert (len(report.graphs), report.runs) == (1, 8)
     assert all(torch.equal(each, found[0]) for each in found)
@@ -682,9 +650,9 @@ def test_a_call_of_their_own_is_kept(x: Tensor) -> None:
 
 def test_a_model_that_moves_is_looked_at_again(monkeypatch, x: Tensor) -> None:
     pays = False
-    asked = choose_precision
+    asked = convert_module.choose_precision
 
-    def chosen(model: nn.Module, options: Options) -> tuple[torch.dtype | None, str]:
+    def chosen(model: nn.Module, options: Any) -> tuple[torch.dtype | None, str]:
         return asked(model, options) if pays else (None, "it cannot pay here")
 
     monkeypatch.setattr(convert_module, "choose_precision", chosen)
@@ -707,14 +675,14 @@ def test_whatever_fails_at_a_conversion_is_one_warning(
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("the bridge is out")
 
-    monkeypatch.setattr(mode, "convert_model", fail)
+    monkeypatch.setattr("autoamp.auto.mode.convert_model", fail)
     model = mlp()
     exact = model(x)
     autoamp.enable(**BF16)
     for _ in range(3):
         assert torch.equal(model(x), exact)
     (line,) = warned(caplog)
-    assert line.endswith("runs in fp32: ZeroDivisionError: the bridge is out")
+    says(line, "fp32", "ZeroDivisionError: the bridge is out")
     autoamp.enable(**BF16, strict=True)
     with pytest.raises(ZeroDivisionError):
         model(x)

@@ -13,7 +13,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 import autoamp
-from autoamp.training import ranks
 from tests.distributed.ranks import RankError, Ranks
 from tests.distributed.test_fsdp import sharded
 from tests.distributed.training import (
@@ -24,6 +23,7 @@ from tests.distributed.training import (
     Net,
     Trained,
     batch,
+    impatient,
     scale_of,
     steps,
     was_skipped,
@@ -43,7 +43,7 @@ SCALED_BF16: dict[str, Any] = {**BF16, "loss_scale": "dynamic"}
 
 def train(rank: int, converted: list[dict[str, Any] | None], wrap: str) -> Trained:
     """Trains a model that each rank converts with options of its own, or not at all."""
-    ranks.PATIENCE = 2.0
+    impatient()
     net: nn.Module = Net()
     options = converted[rank]
     if options is not None:

@@ -15,10 +15,17 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 import autoamp
-from autoamp.training import ranks
 from tests.distributed.ranks import RankError, Ranks
 from tests.distributed.test_fsdp import sharded
-from tests.distributed.training import WIDE, WIDTH, Block, Net, batch, steps
+from tests.distributed.training import (
+    WIDE,
+    WIDTH,
+    Block,
+    Net,
+    batch,
+    impatient,
+    steps,
+)
 from tests.small_models import BF16
 
 FP16: dict[str, Any] = {**BF16, "precision": "fp16", "loss_scale": "dynamic"}
@@ -26,7 +33,7 @@ BY_NAME = {"fp16": FP16, "bf16": BF16}
 
 
 def wrapped(wrap: str, options: dict[str, Any]) -> nn.Module:
-    ranks.PATIENCE = 2.0
+    impatient()
     net = autoamp.convert(Net(), **options)
     return DistributedDataParallel(net) if wrap == "ddp" else sharded(net=net)
 
@@ -122,7 +129,7 @@ def test_a_store_that_died_is_named(two: Ranks) -> None:
 
 def half_a_pipeline(rank: int, converted: int) -> None:
     """Only one of two stages is converted."""
-    ranks.PATIENCE = 2.0
+    impatient()
     first = nn.Sequential(nn.Linear(WIDTH, WIDE), Block())
     last = nn.Sequential(Block(), nn.Linear(WIDE, 4))
     model = (first, last)[rank]

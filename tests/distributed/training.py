@@ -147,3 +147,10 @@ def slow(names: Iterable[str], *quick: str) -> list[Any]:
     """`names` as cases of a test, all of them slow but for the `quick` ones."""
     marks = pytest.mark.slow
     return [n if n in quick else pytest.param(n, marks=marks) for n in names]
+
+
+def impatient() -> None:
+    """Ranks that wait for others in the greeting give up after two seconds."""
+    from autoamp.training import ranks
+
+    ranks.PATIENCE = 2.0
