@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from autoamp.ask import progress
 from autoamp.calibrate import clock, prices, probes, speeds, store, tune
 from autoamp.place import devices
 from autoamp.place.cost import Prices
@@ -18,6 +19,7 @@ op_specimen, replaced = prices.op_specimen, prices._replaced
 surely_less, described = clock.surely_less, clock.described
 FOLDER, Store = store.FOLDER, store.Store
 Probe = probes.Probe
+told = progress.told
 
 __all__ = ["Prices", "devices", "probes", "speeds"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ from tests.calibrate.door import (
     op_specimen,
     replaced,
     surely_less,
+    told,
 )
 from tests.quick import each_with_one
 from tests.says import says
@@ -475,15 +477,28 @@ def test_a_way_that_won_every_round_is_said_to_be_the_fastest() -> None:
     assert "e+" not in said
 
 
-@pytest.mark.thorough
-def test_the_ways_are_set_up_under_a_bar(
-    takes: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A terminal is shown what is done, from the first way on."""
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What a terminal is shown of the progress of work, from 0.05 seconds on."""
     shown = io.StringIO()
     console = partial(Console, file=shown, force_terminal=True, width=100)
     monkeypatch.setattr("autoamp.ask.progress.Console", lambda **_: console())
     monkeypatch.setattr("autoamp.ask.progress.QUIET", 0.05)
+    return shown
+
+
+def test_a_first_item_that_takes_long_is_shown_before_its_end(
+    terminal: io.StringIO,
+) -> None:
+    for _ in told(["one"], "waiting"):
+        begun = time.monotonic()
+        while "waiting" not in terminal.getvalue():
+            assert time.monotonic() - begun < 60
+            time.sleep(0.01)
+
+
+@pytest.mark.thorough
+def test_the_ways_are_set_up_under_a_bar(terminal: io.StringIO, takes: Any) -> None:
     takes({MEASURED: 1.0})
     autoamp.tune(Net(), image())
-    says(shown.getvalue(), "setting up", MEASURED)
+    says(terminal.getvalue(), "setting up", MEASURED)
