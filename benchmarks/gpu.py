@@ -41,7 +41,7 @@ MODEL_SHARE = 0.7
 """The share of a piece's seconds that one model may take; it has failed after that."""
 
 PRECISIONS = ("bf16", "fp16")
-QUICK_TESTS = ("--only", "tests/training/test_step_flags.py")
+QUICK_TESTS = ("--only", "tests/training/test_steps.py")
 QUICK_MODELS = ("bert", "resnet50")
 """The tests and models of a quick run, which only tries the command."""
 

@@ -294,7 +294,9 @@ def gather(
     held = {id(p): p for p in params}
     mine = [r for r in runs if _concerns(r, held, met)]
     orphaned = {r.backward_id for r in mine if r.is_orphaned}
-    live = [r for r in mine if r.backward_id not in orphaned and r.lives_in(held)]
+    # A weight that was frozen since its gradient was thrown away has none to step with.
+    filled = {key for key, p in held.items() if p.grad is not None}
+    live = [r for r in mine if r.backward_id not in orphaned and r.lives_in(filled)]
     passes, living = {r.backward_id for r in mine}, {r.backward_id for r in live}
     pieces = [r for r in runs if not r.leaves.ids and r.backward_id in passes]
     live += [r for r in pieces if r.backward_id in living]

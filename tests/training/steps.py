@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autoamp
 from autoamp import DynamicLossScale
 from autoamp.model.conversion import conversion_of
-from autoamp.training.attach import attach
+from autoamp.options import Options
+from autoamp.training.attach import attach, boundary_of, give_masters
 from autoamp.training.ledger import BACKWARDS
 from autoamp.training.scaling import ModelScaling, ScaleDomain
 
@@ -54,7 +56,9 @@ def begin_at(scaling: ModelScaling, loss_scale: autoamp.LossScale) -> None:
     object.__setattr__(scaling, "domain", ScaleDomain(loss_scale))
 
 
-def fresh_copy(base: nn.Module, **scale: Any) -> nn.Module:
+def fresh_copy(
+    base: nn.Module, given: autoamp.LossScale | None = None, **scale: Any
+) -> nn.Module:
     """A copy of a converted model that begins with a loss scale of its own.
 
     Copies share their scaling: one copy is trained after the other.
@@ -62,15 +66,45 @@ def fresh_copy(base: nn.Module, **scale: Any) -> nn.Module:
     scaling = scaling_of(base)
     scaling.ledger.foreign = None
     scaling.ledger.skips.clear()
-    begin_at(scaling, DynamicLossScale(**scale))
-    BACKWARDS.runs.clear()
+    begin_at(scaling, given or DynamicLossScale(**scale))
+    forget_backwards()
     return copy.deepcopy(base)
 
 
-def name(optimizer: Optimizer, model: nn.Module) -> Optimizer:
+def forget_backwards() -> None:
+    """No later step goes by a backward that has been."""
+    BACKWARDS.runs.clear()
+
+
+def name(optimizer: Optimizer, model: nn.Module) -> Any:
     """What `convert(model, optimizer)` does about the optimizer."""
-    attach(optimizer).link(scaling_of(model))
+    boundary = attach(optimizer)
+    boundary.link(scaling_of(model))
+    give_masters(boundary, model, Options())
     return optimizer
+
+
+def is_watched(optimizer: Optimizer) -> bool:
+    """Whether autoamp decides about the optimizer's steps."""
+    return boundary_of(optimizer) is not None
+
+
+def masters_of(optimizer: Optimizer) -> dict[Tensor, Tensor]:
+    """The fp32 master of each half weight that the optimizer steps."""
+    boundary = boundary_of(optimizer)
+    if boundary is None or boundary.masters is None:
+        return {}
+    return boundary.masters.of
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags are not read from the host's memory: a fused kernel takes them, as there.
+
+    On a CPU the flag lies in the host's memory, and is read at once.
+    """
+    for module in ("step", "scale", "skips"):
+        free = f"autoamp.training.{module}.free_to_read"
+        monkeypatch.setattr(free, lambda _: False)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import json
-import math
 import weakref
 from typing import Any
 
@@ -15,19 +13,16 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 import autoamp
-from autoamp import DynamicLossScale, LossScaleError
+from autoamp import DynamicLossScale
 from autoamp.training.ledger import BACKWARDS
-from tests.metrics import relative_error
 from tests.training.steps import (
     BF16,
-    FP16,
     HUGE,
     assert_same,
     converted,
     loss_of,
     mlp,
     moved,
-    state_of,
     weights_of,
 )
 
@@ -40,80 +35,6 @@ pytestmark = pytest.mark.usefixtures("device")
 
 
 # -- GradScaler ------------------------------------------------------------------------
-
-
-def scaler_script(
-    model: nn.Module, clip: bool, enabled: bool = True, **options: Any
-) -> Any:
-    """As in torch's documentation; gives scales, losses and the optimizer."""
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01, **options)
-    scaler = torch.amp.GradScaler(
-        torch.get_default_device().type,
-        init_scale=2.0**12,
-        growth_interval=3,
-        enabled=enabled,
-    )
-    scales, losses = [], []
-    for number in range(8):
-        optimizer.zero_grad()
-        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
-            loss = loss_of(model, number, HUGE if number == 4 else 1.0)
-        scaler.scale(loss).backward()
-        if clip:
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-        losses.append(loss.detach())
-    return scales, losses, optimizer
-
-
-@pytest.mark.thorough(but=["cpu-False-False-False", "cpu-True-True-True"])
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("named", [False, True])
-def test_grad_scaler_script_is_not_scaled_twice(
-    clip: bool, fused: bool, named: bool
-) -> None:
-    torch.manual_seed(0)
-    plain = mlp()
-    model = copy.deepcopy(plain)
-    converted(model)
-    if named:
-        other = torch.optim.SGD(model.parameters(), 0.1)
-        autoamp.convert(model, other, **BF16)
-    theirs = scaler_script(plain, clip, fused=fused)
-    ours = scaler_script(model, clip, fused=fused)
-    assert ours[0] == theirs[0]
-    assert ours[0] != sorted(ours[0])  # one was skipped
-    assert relative_error(ours[1][:4], theirs[1][:4]) < 0.05
-    for mine, exact in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(mine, exact, atol=0.03)
-    assert loss_scale(model).foreign is True
-    assert loss_scale(model).skipped_steps == 0
-    # The scaler goes, and ours begins where it is.
-    optimizer = ours[2]
-    for factor in (1.0, HUGE, 1.0):
-        optimizer.zero_grad()
-        before = weights_of(model)
-        loss_of(model, 1, factor).backward()
-        optimizer.step()
-        skipped = bool(optimizer.step_was_skipped)
-        assert moved(before, model) != skipped
-        assert not loss_scale(model).foreign
-    assert not skipped
-
-
-def test_disabled_scaler_is_none() -> None:
-    torch.manual_seed(0)
-    model = converted()
-    scales, _, optimizer = scaler_script(model, clip=True, enabled=False)
-    assert set(scales) == {1.0}
-    assert loss_scale(model).foreign is False
-    assert loss_scale(model).skipped_steps == 1
-    assert optimizer.step_was_skipped is False
-    assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
 # -- several models --------------------------------------------------------------------
@@ -191,29 +112,6 @@ def test_one_scale_given_to_two_models() -> None:
 
 
 # -- what becomes of an optimizer ------------------------------------------------------
-
-
-def test_parameters_added_and_replaced_later() -> None:
-    model: Any = converted()
-    optimizer: Any = torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9)
-    for number, factor in enumerate((1.0, HUGE, 1.0, HUGE, 1.0)):
-        if number == 1:
-            optimizer.add_param_group({"params": [*model[2].parameters()], "lr": 0.2})
-        if number == 3:
-            model[2] = nn.Linear(8, 4)
-            for p in optimizer.param_groups[1]["params"]:
-                optimizer.state.pop(p, None)
-            optimizer.param_groups[1]["params"] = [*model[2].parameters()]
-        before = weights_of(model), state_of(optimizer)
-        loss_of(model, number, factor).backward()
-        torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
-        optimizer.step()
-        model.zero_grad()
-        assert optimizer.step_was_skipped == (factor != 1.0)
-        if factor != 1.0:
-            assert_same((weights_of(model), state_of(optimizer)), before)
-        else:
-            assert moved(before[0], model)
 
 
 @pytest.mark.thorough(but=["cpu-no"])
@@ -307,54 +205,6 @@ def test_optimizer_of_another_model() -> None:
     with pytest.raises(autoamp.AutoampError, match="holds none of the parameters"):
         autoamp.convert(model, torch.optim.SGD(mlp().parameters(), 0.1), **BF16)
     assert not autoamp.is_converted(model)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_the_floor_is_an_error_that_names_the_op(precision: str) -> None:
-    options = FP16 if precision == "fp16" else BF16
-    scale = DynamicLossScale(4.0, min_scale=1.0)
-    model, optimizer = mlp(), None
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    autoamp.convert(model, optimizer, **{**options, "loss_scale": scale})
-    for _ in range(2):
-        loss_of(model, 0, math.inf).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    before = weights_of(model), state_of(optimizer)
-    loss_of(model, 0, math.inf).backward()
-    with pytest.raises(LossScaleError) as error:
-        optimizer.step()
-    message = str(error.value)
-    for part in ("Sequential", "lowest loss scale, 1", "linear", " in 2", "deny=["):
-        assert part in message
-    assert_same((weights_of(model), state_of(optimizer)), before)
-    optimizer.zero_grad()
-    loss_of(model, 0).backward()
-    optimizer.step()
-    assert moved(before[0], model)
-
-
-@pytest.mark.parametrize("lookups", [3, 30])  # fewer numbers than the table, and more
-def test_sparse_gradients(lookups: int) -> None:
-    model = nn.Sequential(nn.Embedding(10, 8, sparse=True), nn.Linear(8, 4))
-    dense = [*model[1].parameters()]
-    optimizers: list[Any] = [
-        torch.optim.SparseAdam(model[0].parameters()),
-        torch.optim.SGD(dense, 0.1),
-    ]
-    autoamp.convert(model, optimizers, **BF16)
-    for factor in (1.0, HUGE, 1.0):
-        before = weights_of(model), [state_of(o) for o in optimizers]
-        (model(torch.arange(lookups) % 3).square().mean() * factor).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-            assert optimizer.step_was_skipped == (factor != 1.0)
-        if factor != 1.0:
-            now = weights_of(model), [state_of(o) for o in optimizers]
-            assert_same(now, before)
-        else:
-            assert moved(before[0], model)
 
 
 def test_report() -> None:

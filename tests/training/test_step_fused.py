@@ -18,6 +18,7 @@ from tests.training.steps import (
     HUGE,
     OPTIMIZERS,
     Reads,
+    as_on_a_gpu,
     assert_same,
     batch,
     converted,
@@ -44,10 +45,8 @@ STEPS = 4
 
 
 @pytest.fixture
-def as_on_gpu(monkeypatch) -> None:
-    for module in ("step", "scale"):
-        free = f"autoamp.training.{module}.free_to_read"
-        monkeypatch.setattr(free, lambda _: False)
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_on_a_gpu(monkeypatch)
 
 
 def make(label: str, model: nn.Module) -> Any:
@@ -182,22 +181,6 @@ def test_sgd_without_momentum_never_waits(base: nn.Module) -> None:
             optimizer.step()
         optimizer.zero_grad()
         assert reads.count == 0
-        assert moved(before, model) == (factor == 1.0)
-
-
-@pytest.mark.usefixtures("as_on_gpu")
-def test_a_group_that_is_not_fused(base: nn.Module) -> None:
-    """Its implementation refuses the flag: the step waits, and is right."""
-    model: Any = fresh_copy(base)
-    optimizer: Any = torch.optim.AdamW(model[0].parameters(), fused=True)
-    optimizer.add_param_group({"params": [*model[2].parameters()], "fused": False})
-    name(optimizer, model)
-    for number, factor in enumerate((1.0, HUGE, 1.0)):
-        before = weights_of(model)
-        loss_of(model, number, factor).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert optimizer.step_was_skipped is (factor != 1.0)
         assert moved(before, model) == (factor == 1.0)
 
 
