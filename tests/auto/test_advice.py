@@ -17,6 +17,7 @@ import autoamp_autoload
 from autoamp.auto.environment import read
 from autoamp.messages import advice
 from autoamp.options import Options
+from autoamp.overflow.remedy import Remedy
 from tests.says import says
 
 PACKAGE = Path(autoamp.__file__).parent
@@ -129,3 +130,11 @@ def test_a_model_met_by_the_automatic_mode_is_told_of_variables(
 
 
 ASKED = {"AUTOAMP_ENABLE": "1", "AUTOAMP_PRECISION": "fp16", "AUTOAMP_HOT": "0"}
+
+
+def test_a_rule_is_proposed_as_variables() -> None:
+    remedy = Remedy(deny=("aten::exp", "sum"), keep=("head",))
+    assert remedy.advice(by_variables=False) == str(remedy)
+    assert remedy.advice(by_variables=True).startswith(
+        "AUTOAMP_DENYLIST_ADD=aten::exp,sum and AUTOAMP_RULES=FILE with"
+    )

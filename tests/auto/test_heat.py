@@ -106,6 +106,12 @@ def test_products_are_of_the_order_that_torch_counts(layer: str) -> None:
     assert 0.5 <= multiplied(made(), *args) <= 2
 
 
+def test_a_recurrent_layer_multiplies_all_its_gates() -> None:
+    work, net = autoamp_heat.Work(), nn.LSTM(16, 24)
+    work.note(net, net(SEQUENCE))
+    assert 0.5 <= work.flops / (2 * 8 * 16 * 4 * 24 * (16 + 24)) <= 2
+
+
 @torch.no_grad()
 def test_a_large_model_is_hot_at_its_second_call(monkeypatch) -> None:
     worth(monkeypatch, capture=1.0)
@@ -339,6 +345,14 @@ def test_nothing_is_said_where_no_call_has_ended(capfd) -> None:
         heat.call(CALL, Trained(4, 4), (torch.ones(3, 5),), {})
     autoamp_autoload._say_cold(heat, os.getpid())
     assert not capfd.readouterr().err
+
+
+def test_weights_that_were_made_in_inference_mode_are_trained(monkeypatch) -> None:
+    """They count no versions, by which the start of a step is found."""
+    worth(monkeypatch, capture=1e-5)
+    with torch.inference_mode():
+        model = nn.Linear(4, 4)
+    assert hot_at(Heat(), model, torch.ones(3, 4))
 
 
 def test_what_the_script_has_converted_is_not_called_cold(capfd) -> None:

@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,28 @@ def test_an_earlier_run_with_the_same_id_is_not_written_over(
     assert len(folders(tmp_path)) == 2
     for folder in folders(tmp_path):
         assert {path.name for path in folder.iterdir()} == ONE_GRAPH
+
+
+@pytest.mark.thorough
+def test_many_threads_of_one_model(tmp_path, caplog) -> None:
+    autoamp.enable(report_dir=tmp_path, **BF16)
+    model, together = Net(), threading.Barrier(6)
+    model(torch.randn(3, WIDTH))
+    recorder, engine = autoamp.auto.switch._mode.recorder, model._autoamp.engine
+
+    def write() -> None:
+        together.wait()
+        for _ in range(5):
+            recorder.write(engine)
+
+    threads = [threading.Thread(target=write) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert warned(caplog) == []
+    (folder,) = folders(tmp_path)
+    whole(folder)
 
 
 # -- where it cannot be written --------------------------------------------------------
