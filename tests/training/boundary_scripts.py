@@ -464,6 +464,23 @@ def branch_on_a_value(convert: Convert) -> Seen:
     return grads(model)
 
 
+@script
+def copy_that_is_written_and_returned(convert: Convert) -> Seen:
+    """A product is of a cast of the copy's source, which may have another layout."""
+
+    def forward(m: Net, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.clone()
+        product = m.fc(y)
+        turned = y.t().contiguous().t()
+        m.cache.copy_(turned.detach())
+        return (turned + m.cache).clamp(max=2).contiguous().relu_(), product
+
+    model, x = convert(Net(forward)), given().requires_grad_()
+    result, _ = model(x)
+    loss_of(result).backward()
+    return grads(model, x=x.grad, result=result.detach())
+
+
 class Doubling(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import autoamp
 from autoamp import DynamicLossScale
 from autoamp.model.conversion import conversion_of
 from autoamp.options import Options
-from autoamp.training.attach import attach, boundary_of, give_masters
+from autoamp.training.attach import attach, boundary_of, detach, give_masters
 from autoamp.training.ledger import BACKWARDS
 from autoamp.training.scaling import ModelScaling, ScaleDomain
 
@@ -74,6 +74,24 @@ def fresh_copy(
 def forget_backwards() -> None:
     """No later step goes by a backward that has been."""
     BACKWARDS.runs.clear()
+
+
+def last_flags() -> list[float]:
+    """What the only run since then has found: 1 for an overflow."""
+    (last,) = BACKWARDS.runs
+    return [float(flag) for flag in last.found_inf]
+
+
+def runs_remembered() -> int:
+    """How many runs of graphs are kept until an optimizer steps."""
+    return len(BACKWARDS.runs)
+
+
+def let_go(optimizer: Any) -> None:
+    """What `revert` does about an optimizer."""
+    boundary = boundary_of(optimizer)
+    assert boundary is not None
+    detach(boundary)
 
 
 def name(optimizer: Optimizer, model: nn.Module) -> Any:

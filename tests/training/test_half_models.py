@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn, optim
 
 import autoamp
-from autoamp.training.attach import boundary_of
 from tests.one_rank import one_rank
 from tests.processes import run_script
+from tests.training.steps import is_watched, masters_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WIDTH, STEPS, RATE = 16, 20, 1e-3
@@ -292,13 +292,6 @@ def test_without_masters_none_of_them_moves() -> None:
 # -- which weights ---------------------------------------------------------------------
 
 
-def masters_of(optimizer: optim.Optimizer) -> dict[Tensor, Tensor]:
-    boundary = boundary_of(optimizer)
-    if boundary is None or boundary.masters is None:
-        return {}
-    return boundary.masters.of
-
-
 def test_frozen_weights_have_none_until_they_are_thawed() -> None:
     model = Net().to(BF16)
     model.layer.requires_grad_(False)
@@ -341,7 +334,7 @@ def test_an_fp32_model_has_no_boundary_for_masters() -> None:
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
-    assert boundary_of(optimizer) is None
+    assert not is_watched(optimizer)
 
 
 # -- what can go wrong -----------------------------------------------------------------
@@ -474,7 +467,7 @@ def test_disable_takes_them_away() -> None:
     optimizer = adam(model.parameters())
     loop(model, optimizer, BF16)
     autoamp.disable()
-    assert boundary_of(optimizer) is None
+    assert not is_watched(optimizer)
     assert "step" not in vars(optimizer)
     loop(model, optimizer, BF16)
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {BF16}

@@ -10,6 +10,7 @@ from torch import nn
 
 import autoamp
 from autoamp import LossScaleError
+from tests.says import says
 from tests.training.steps import (
     HUGE,
     assert_same,
@@ -104,8 +105,9 @@ def test_hopeless_overflow_at_the_floor_is_an_error_and_puts_everything_back(
     if at:
         optimizer.step(Closure(model, 0))
     before = weights_of(model), state_of(optimizer)
-    with pytest.raises(LossScaleError, match=r"lowest loss scale, 4096.*linear"):
+    with pytest.raises(LossScaleError) as raised:
         optimizer.step(Closure(model, 1, (bad,), while_above=0.0))
+    says(raised, 4096, op="linear")
     assert_same((weights_of(model), state_of(optimizer)), before)
     assert optimizer.step_was_skipped is True
 
@@ -141,7 +143,7 @@ def test_first_step_of_one_that_was_not_named(base: nn.Module, bad: int) -> None
     model = fresh_copy(base, min_scale=2.0**13)
     optimizer = lbfgs(model, "strong_wolfe", named=False)
     before = weights_of(model)
-    with pytest.raises(LossScaleError, match=r"lowest loss scale"):
+    with pytest.raises(LossScaleError):
         optimizer.step(Closure(model, 1, (bad,), while_above=0.0))
     assert_same(weights_of(model), before)
     optimizer.step(Closure(model, 1))

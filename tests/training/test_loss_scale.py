@@ -20,7 +20,7 @@ from autoamp import (
     NoLossScale,
     StaticLossScale,
 )
-from autoamp.training.scale import INIT_SCALE, MIN_SCALE, resolve_loss_scale
+from tests.says import says
 
 CPU = torch.device("cpu")
 SMALLEST = torch.finfo(torch.float32).tiny
@@ -97,16 +97,6 @@ def test_moves_as_grad_scaler(
         assert (ours.scale, ours.growth_tracker) == theirs.move(found)
 
 
-def test_defaults_are_those_of_grad_scaler_apart_from_the_first_scale() -> None:
-    theirs = torch.amp.GradScaler("cpu")
-    ours = DynamicLossScale()
-    assert ours.growth_factor == theirs.get_growth_factor()
-    assert ours.backoff_factor == theirs.get_backoff_factor()
-    assert ours.growth_interval == theirs.get_growth_interval()
-    assert ours.scale == INIT_SCALE == 2.0**15
-    assert ours.min_scale == MIN_SCALE
-
-
 def test_never_grows_to_infinity() -> None:
     scale = DynamicLossScale(2.0**126, growth_interval=1)
     assert history(scale, "...") == [2.0**127] * 3
@@ -139,30 +129,6 @@ def test_stops_at_the_floor() -> None:
 def test_hysteresis(pattern: str, expected: list[float]) -> None:
     scale = DynamicLossScale(64.0, growth_interval=3, hysteresis=2)
     assert history(scale, pattern) == expected
-
-
-@given(
-    pattern=st.text("x.", max_size=30),
-    growth_interval=st.integers(1, 4),
-    hysteresis=st.integers(1, 4),
-)
-def test_an_overflow_never_raises_and_a_clean_step_never_lowers(
-    pattern: str, growth_interval: int, hysteresis: int
-) -> None:
-    scale = DynamicLossScale(
-        2.0**10, growth_interval=growth_interval, hysteresis=hysteresis
-    )
-    skipped = 0
-    for letter in pattern:
-        before = scale.scale
-        moved(scale, letter)
-        skipped += letter == "x"
-        if letter == "x":
-            assert scale.scale <= before
-            assert scale.growth_tracker == 0
-        else:
-            assert scale.scale >= before
-    assert scale.skipped_steps == skipped
 
 
 def test_static_and_none_do_not_move() -> None:
@@ -222,16 +188,6 @@ def test_every_field_round_trips(kind: int) -> None:
         assert moved(fresh, pattern).state_dict() == moved(saved, pattern).state_dict()
 
 
-@given(pattern=st.text("x.", max_size=12), rest=st.text("x.", max_size=12))
-def test_goes_on_from_a_state_as_if_never_interrupted(pattern: str, rest: str) -> None:
-    whole = DynamicLossScale(**UNUSUAL)
-    moved(whole, pattern)
-    resumed = DynamicLossScale()
-    resumed.load_state_dict(whole.state_dict())
-    assert history(resumed, rest) == history(whole, rest)
-    assert resumed.state_dict() == whole.state_dict()
-
-
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))]
 )
@@ -252,38 +208,30 @@ DYNAMIC_STATE = {
 }
 
 BAD_STATES: dict[str, tuple[Any, str]] = {
-    "no dict": ([1, 2], "is a dictionary, not list"),
-    "empty": ({}, "does not fit: missing .*growth_tracker.*scale"),
-    "of GradScaler": (
-        {**torch.amp.GradScaler("cpu").state_dict()},
-        "does not fit: missing .*unknown '_growth_tracker'",
-    ),
-    "extra": ({**DYNAMIC_STATE, "depth": 1}, "unknown 'depth'"),
-    "other kind": (
-        {**DYNAMIC_STATE, "kind": "StaticLossScale"},
-        "saved by 'StaticLossScale', and this run uses DynamicLossScale",
-    ),
-    "zero": ({**DYNAMIC_STATE, "scale": 0.0}, "scale=0.0 is not a positive finite"),
+    "no dict": ([1, 2], "list"),
+    "empty": ({}, "growth_tracker"),
+    "of GradScaler": ({**torch.amp.GradScaler("cpu").state_dict()}, "_growth_tracker"),
+    "extra": ({**DYNAMIC_STATE, "depth": 1}, "depth"),
+    "other kind": ({**DYNAMIC_STATE, "kind": "StaticLossScale"}, "StaticLossScale"),
+    "zero": ({**DYNAMIC_STATE, "scale": 0.0}, "scale=0.0"),
     "0 in fp32": ({**DYNAMIC_STATE, "scale": 1e-50}, "scale=1e-50"),
     "tracker": ({**DYNAMIC_STATE, "growth_tracker": 1.5}, "growth_tracker=1.5"),
-    "tracker beyond": (
-        {**DYNAMIC_STATE, "growth_tracker": 2000},
-        "growth_tracker=2000 is not below 2000",
-    ),
-    "patience beyond": ({**DYNAMIC_STATE, "hysteresis_left": 2}, "is not below 2"),
+    "beyond": ({**DYNAMIC_STATE, "growth_tracker": 2000}, "growth_tracker=2000"),
+    "patience": ({**DYNAMIC_STATE, "hysteresis_left": 2}, "hysteresis_left=2"),
     "skipped": ({**DYNAMIC_STATE, "skipped_steps": None}, "skipped_steps=None"),
     "factor": ({**DYNAMIC_STATE, "growth_factor": 0.5}, "growth_factor=0.5"),
-    "floor": ({**DYNAMIC_STATE, "min_scale": 2.0**20}, "min_scale=.*is above"),
+    "floor": ({**DYNAMIC_STATE, "min_scale": 2.0**20}, "min_scale="),
 }
 
 
 @pytest.mark.parametrize("name", BAD_STATES)
 def test_a_bad_state_is_an_error_and_changes_nothing(name: str) -> None:
-    state, message = BAD_STATES[name]
+    state, value = BAD_STATES[name]
     scale = kinds()[0]
     before, tensors = scale.state_dict(), scale.tensors(CPU)
-    with pytest.raises(LossScaleError, match=message):
+    with pytest.raises(LossScaleError) as raised:
         scale.load_state_dict(state)
+    says(raised, value)
     assert scale.state_dict() == before
     assert scale.tensors(CPU)[0] is tensors[0]
 
@@ -310,35 +258,24 @@ def test_a_state_is_loaded_whole_or_not_at_all(name: str, value: Any) -> None:
 NOT_POSITIVE = [0, -1.0, math.nan, math.inf, -math.inf, "x", None, True, 1e39, 1e-50]
 NOT_POSITIVE += [10**400, 2 + 0j]
 NOT_COUNTS = [0, -3, 2.0, math.inf, "4", None, True, 2**40]
+BAD_OPTIONS: list[dict[str, Any]] = [
+    *({"growth_factor": value} for value in NOT_POSITIVE),
+    *({"backoff_factor": value} for value in NOT_POSITIVE),
+    *({"init_scale": value} for value in NOT_POSITIVE),
+    *({"min_scale": value} for value in NOT_POSITIVE),
+    *({"growth_interval": value} for value in NOT_COUNTS),
+    *({"hysteresis": value} for value in NOT_COUNTS),
+    {"growth_factor": 1.0},
+    {"backoff_factor": 1},
+    {"min_scale": 2.0, "init_scale": 1.0},
+]
 
 
-@pytest.mark.parametrize("value", NOT_POSITIVE, ids=lambda v: repr(v)[:9])
-@pytest.mark.parametrize(
-    "name", ["init_scale", "growth_factor", "backoff_factor", "min_scale"]
-)
-def test_bad_numbers(name: str, value: Any) -> None:
-    with pytest.raises(LossScaleError, match=f"{name}="):
-        DynamicLossScale(**{name: value})
-
-
-@pytest.mark.parametrize("value", NOT_COUNTS, ids=repr)
-@pytest.mark.parametrize("name", ["growth_interval", "hysteresis"])
-def test_bad_counts(name: str, value: Any) -> None:
-    with pytest.raises(LossScaleError, match=f"{name}="):
-        DynamicLossScale(**{name: value})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"growth_factor": 1.0}, "growth_factor=1.0 must be above 1"),
-        ({"backoff_factor": 1}, "backoff_factor=1 must be below 1"),
-        ({"init_scale": 1.0, "min_scale": 2.0}, "min_scale=2.0 is above init_scale"),
-    ],
-)
-def test_factors_that_would_not_move(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(LossScaleError, match=message):
+@pytest.mark.parametrize("options", BAD_OPTIONS, ids=lambda o: repr(o)[1:30])
+def test_a_scale_that_cannot_be(options: dict[str, Any]) -> None:
+    with pytest.raises(LossScaleError) as raised:
         DynamicLossScale(**options)
+    says(raised, option=f"{next(iter(options))}=")
 
 
 @pytest.mark.parametrize(
@@ -346,22 +283,11 @@ def test_factors_that_would_not_move(options: dict[str, Any], message: str) -> N
 )
 def test_convert_refuses_bad_scales(value: Any) -> None:
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(autoamp.AutoampError, match="loss_scale="):
+    with pytest.raises(autoamp.AutoampError) as raised:
         autoamp.convert(model, precision="fp16", loss_scale=value)
+    says(raised, option="loss_scale=")
     assert not autoamp.is_converted(model)
     assert "forward" not in model.__dict__
-
-
-def test_what_convert_takes() -> None:
-    fp16, bf16 = torch.float16, torch.bfloat16
-    assert isinstance(resolve_loss_scale("auto", fp16), DynamicLossScale)
-    assert isinstance(resolve_loss_scale("auto", bf16), NoLossScale)
-    assert isinstance(resolve_loss_scale("dynamic", bf16), DynamicLossScale)
-    assert isinstance(resolve_loss_scale("off", fp16), NoLossScale)
-    assert resolve_loss_scale(512, fp16).scale == 512.0
-    mine = DynamicLossScale(4.0)
-    assert resolve_loss_scale(mine, fp16) is mine
-    assert resolve_loss_scale("auto", fp16) is not resolve_loss_scale("auto", fp16)
 
 
 def test_repr_says_how_to_make_it_again() -> None:

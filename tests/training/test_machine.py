@@ -273,21 +273,21 @@ class AsGradScaler(RuleBasedStateMachine):
             ):
                 p.grad = grad.to(p.grad_dtype or p.dtype)
 
-    @precondition(lambda self: self.has_gradients and self.plants)
-    @rule(factor=st.sampled_from([math.inf, math.nan]), at=st.integers(0, 3))
-    def planted(self, factor: float, at: int) -> None:
-        """In one gradient by hand, or in all by the reduction of another rank's."""
+    def plant(self, at: int) -> None:
+        """In one gradient by hand, or in all by the reduction of another rank's.
+
+        No clipping hides a NaN.  It hides infinities where no graph has a flag of them.
+        """
         for model in self.models:
             found = [p.grad for p in model.parameters() if p.grad is not None]
             for grad in found if self.chosen.several else [found[at % len(found)]]:
-                grad.view(-1)[-1:].mul_(math.nan).add_(factor)
+                grad.view(-1)[-1:].mul_(math.nan)
 
     @property
     def plants(self) -> bool:
         """Whether all gradients are looked at, and not only the flags of graphs."""
         return self.chosen.several or self.chosen.scale is None
 
-    @precondition(lambda self: self.label != "SGD-fused")  # of which torch's fails
     @rule(layer=st.sampled_from(FROZEN))
     def freeze(self, layer: int | None) -> None:
         self.zero(True)
@@ -299,13 +299,26 @@ class AsGradScaler(RuleBasedStateMachine):
         clip=st.sampled_from(sorted(CLIPS)),
         set_to_none=st.booleans(),
         turned=st.booleans(),
+        planted=st.sampled_from([False, False, True]),
+        at=st.integers(0, 3),
     )
-    def step(self, clip: str, set_to_none: bool, turned: bool) -> None:
+    def step(
+        self, clip: str, set_to_none: bool, turned: bool, planted: bool, at: int
+    ) -> None:
+        if planted and self.plants:
+            self.plant(at)
         self.look()
         for model in self.models:
             CLIPS[clip]([p for p in model.parameters() if p.grad is not None])
         self.take([None] * len(self.optimizers), turned)
         self.zero(set_to_none)
+
+    @precondition(lambda self: self.has_gradients)
+    @rule(turned=st.booleans())
+    def plain_step(self, turned: bool) -> None:
+        self.look()
+        self.take([None] * len(self.optimizers), turned)
+        self.zero(True)
 
     @rule(factor=FACTORS, keyword=st.booleans())
     def step_by_closure(self, factor: float, keyword: bool) -> None:
@@ -455,7 +468,10 @@ def vector(model: nn.Module, optimizers: Any = ()) -> Tensor:
 
 def cases() -> list[Any]:
     """Each optimizer in one way and each way with one are quick, the rest is slow."""
-    labels, found = [*OPTIMIZERS, *MAKERS], []
+    # A GradScaler leaves garbage as the momentum of a fused SGD whose first step it
+    # skips, and its kernel fails on thawed weights: see test_step_fused.py.
+    labels = [label for label in (*OPTIMIZERS, *MAKERS) if label != "SGD-fused"]
+    found = []
     for (place, label), (at, way) in itertools.product(
         enumerate(labels), enumerate(WAYS)
     ):

@@ -15,9 +15,9 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 import autoamp
-from autoamp.training.attach import boundary_of
+from tests.says import says
 from tests.small_models import Of
-from tests.training.steps import OPTIMIZERS, assert_same, state_of
+from tests.training.steps import OPTIMIZERS, assert_same, masters_of, state_of
 
 WIDTH = 8
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -36,11 +36,6 @@ def batch(dtype: torch.dtype = BF16, rows: int = 5) -> Tensor:
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).float().pow(2).mean()
-
-
-def masters_of(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    boundary = boundary_of(optimizer)
-    return boundary.masters.of
 
 
 def contents(optimizer: Optimizer) -> Any:
@@ -67,10 +62,9 @@ def saved(optimizer: Optimizer) -> dict[str, Any]:
 # -- what a user sees ------------------------------------------------------------------
 
 
-def test_without_an_optimizer_it_is_left_as_it_is(caplog) -> None:
+def test_without_an_optimizer_it_is_left_as_it_is() -> None:
     model = mlp()
     autoamp.convert(model)
-    assert "name its optimizer" in caplog.text
     assert not autoamp.is_converted(model)
     nobody_named = optim.SGD(model.parameters(), lr=0.1)
     loss_of(model, batch()).backward()
@@ -172,26 +166,6 @@ def test_steps_and_state_are_those_of_an_fp32_model(name: str) -> None:
                 assert got == value
 
 
-@pytest.mark.thorough
-def test_updates_below_half_precision_are_not_lost() -> None:
-    """1000 updates of 1e-4 on a weight of 1, whose next bf16 number is 0.4 % away."""
-
-    def train(masters: bool) -> float:
-        model = nn.Linear(1, 1, bias=False).bfloat16()
-        nn.init.ones_(model.weight)
-        optimizer = optim.SGD(model.parameters(), lr=1e-4)
-        if masters:
-            autoamp.convert(model, optimizer)
-        for _ in range(1000):
-            optimizer.zero_grad()
-            model(torch.ones(1, 1, dtype=BF16)).sum().backward()
-            optimizer.step()
-        return model.weight.item()
-
-    assert train(masters=False) == 1.0
-    assert train(masters=True) == pytest.approx(0.9, abs=0.004)
-
-
 def test_gradients_of_micro_batches_are_summed_in_fp32() -> None:
     model = nn.Linear(1, 1, bias=False).bfloat16()
     autoamp.convert(model, optim.SGD(model.parameters(), lr=1e-4))
@@ -226,17 +200,6 @@ def train_once(model: nn.Module, optimizer: Optimizer, x: Tensor | None = None) 
     optimizer.step()
 
 
-WRITES: dict[str, Callable[[nn.Module, dict[str, Tensor]], Any]] = {
-    "load_state_dict": lambda model, other: model.load_state_dict(other),
-    ".data.copy_": lambda model, other: [
-        p.data.copy_(other[n]) for n, p in model.named_parameters()
-    ],
-    ".data =": lambda model, other: [
-        setattr(p, "data", other[n].clone()) for n, p in model.named_parameters()
-    ],
-}
-
-
 @pytest.mark.thorough(but=["dtype1"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_capture_between_backward_and_step(dtype: torch.dtype) -> None:
@@ -260,23 +223,6 @@ def test_a_capture_between_backward_and_step(dtype: torch.dtype) -> None:
         assert first is not None
         assert first.dtype == torch.float32
         assert torch.equal(first, second)
-
-
-@pytest.mark.parametrize("name", WRITES)
-def test_masters_follow_weights_that_somebody_else_wrote(
-    name: str, trained: tuple[nn.Sequential, Optimizer]
-) -> None:
-    model, optimizer = trained
-    # Other in every element: one that is the same keeps its master.
-    other = {k: v.detach() + 1 for k, v in model.state_dict().items()}
-    WRITES[name](model, other)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        group["weight_decay"] = 0.0
-    train_once(model, optimizer)
-    for key, param in model.named_parameters():
-        assert torch.equal(param, other[key])
-        assert torch.equal(masters_of(optimizer)[param], other[key].float())
 
 
 def test_following_goes_by_bits(trained: tuple[nn.Sequential, Optimizer]) -> None:
@@ -397,7 +343,7 @@ def test_an_exception_in_a_step_puts_the_parameters_back() -> None:
     autoamp.convert(model, optimizer)
     loss_of(model, batch()).backward()
     start = params[0].detach().float()
-    with pytest.raises(RuntimeError, match="planted"):
+    with pytest.raises(RuntimeError):
         optimizer.step()
     held = optimizer.param_groups[0]["params"]
     assert all(a is b for a, b in zip(held, params, strict=True))
@@ -445,25 +391,19 @@ def test_tied_and_foreign_parameters_are_saved_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "value"),
     [
-        (lambda m: m.pop("0.bias"), "missing 0.bias"),
-        (lambda m: m.update(head=torch.ones(1)), "extra head"),
-        (lambda m: m.update({"0.bias": torch.ones(2)}), r"0.bias is \(2,\).* \(16,\)"),
-        (lambda m: m.update({"0.bias": 3}), "0.bias is no dense float tensor"),
-        (
-            lambda m: m.update({"0.bias": m["0.bias"].to("meta")}),
-            "0.bias is no dense float tensor",
-        ),
-        (
-            lambda m: m.update({"0.bias": m["0.bias"].to_sparse()}),
-            "0.bias is no dense float tensor",
-        ),
+        (lambda m: m.pop("0.bias"), "0.bias"),
+        (lambda m: m.update(head=torch.ones(1)), "head"),
+        (lambda m: m.update({"0.bias": torch.ones(2)}), "(2,)"),
+        (lambda m: m.update({"0.bias": 3}), "0.bias"),
+        (lambda m: m.update({"0.bias": m["0.bias"].to("meta")}), "0.bias"),
+        (lambda m: m.update({"0.bias": m["0.bias"].to_sparse()}), "0.bias"),
     ],
 )
 def test_masters_that_do_not_fit_change_nothing(
     damage: Callable[[dict[str, Any]], Any],
-    message: str,
+    value: str,
     trained: tuple[nn.Sequential, Optimizer],
 ) -> None:
     model, optimizer = trained
@@ -471,11 +411,12 @@ def test_masters_that_do_not_fit_change_nothing(
     train_once(model, optimizer)
     before = contents(optimizer)
     damage(state[KEY])
-    with pytest.raises(autoamp.CheckpointError, match=message):
+    with pytest.raises(autoamp.CheckpointError) as raised:
         optimizer.load_state_dict(state)
+    says(raised, value)
     assert_same(before, contents(optimizer))
     state[KEY] = [1]
-    with pytest.raises(autoamp.CheckpointError, match="not a dictionary"):
+    with pytest.raises(autoamp.CheckpointError):
         optimizer.load_state_dict(state)
 
 
@@ -572,17 +513,6 @@ def test_many_uses_of_an_fp16_weight_are_summed_in_fp32() -> None:
     assert float(model.weight.grad) == 2048 + 39
 
 
-def test_an_output_of_one_element() -> None:
-    model, x = Of(lambda m, x: m.inner(x).pow(2).mean(), inner=mlp(FP16)), batch(FP16)
-    full = copy.deepcopy(model).float()
-    autoamp.convert(model, optim.SGD(model.parameters(), lr=0.1), loss_scale=256.0)
-    model(x).backward()
-    full(x.float()).backward()
-    got, true = model.inner[0].weight.grad, full.inner[0].weight.grad
-    assert got is not None
-    assert float((got - true).norm() / true.norm()) < 0.02
-
-
 def test_nothing_of_a_half_model_is_lowered() -> None:
     """Not even what it does in fp32, at its root or in a module."""
 
@@ -629,8 +559,9 @@ def test_a_model_half_of_which_is_half(precision: str) -> None:
 def test_compilers_are_refused_where_gradients_would_be_lost() -> None:
     model = mlp(FP16)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(autoamp.UnsupportedModelError, match="backend='eager'"):
+    with pytest.raises(autoamp.UnsupportedModelError) as raised:
         autoamp.convert(model, optimizer, backend="inductor")
+    says(raised, option="backend='eager'")
     assert "step" not in optimizer.__dict__
     autoamp.convert(model, optimizer, backend="inductor", loss_scale="off")
     assert masters_of(optimizer)

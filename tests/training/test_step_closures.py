@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import autoamp
+from tests.says import says
 from tests.training.steps import (
     HUGE,
     assert_same,
@@ -162,6 +163,7 @@ def test_first_step_that_cannot_be_stopped_is_an_error(base: nn.Module) -> None:
     loss_of(model, 0).backward()
     optimizer = SAM(model.parameters())
     before = weights_of(model)
-    with pytest.raises(autoamp.LossScaleError, match=r"first step of SAM.*Name"):
+    with pytest.raises(autoamp.LossScaleError) as raised:
         optimizer.step(evaluation(model, 0, HUGE))
+    says(raised, "SAM")
     assert_same(weights_of(model), before)

@@ -132,7 +132,7 @@ def test_loaded_state_met_at_its_first_step(base: nn.Module, lowest: bool) -> No
     optimizer.load_state_dict(state_of(other))
     before = weights_of(model), state_of(optimizer)
     if lowest:
-        with pytest.raises(LossScaleError, match="at the lowest loss scale"):
+        with pytest.raises(LossScaleError):
             optimizer.step()
     else:
         optimizer.step()

@@ -18,9 +18,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 import autoamp
-from autoamp.training.attach import boundary_of, detach
-from tests.training.steps import BF16, HUGE, batch, converted, fresh_copy, loss_of, name
-from tests.training.test_step_fused import as_on_gpu  # noqa: F401 (a fixture)
+from tests.training.steps import (
+    BF16,
+    HUGE,
+    as_on_a_gpu,
+    batch,
+    converted,
+    fresh_copy,
+    let_go,
+    loss_of,
+    name,
+)
 
 STEPS = 10
 BAD = {0, 3, 4}
@@ -172,8 +180,10 @@ def base() -> nn.Module:
     return converted()
 
 
-@pytest.mark.usefixtures("as_on_gpu")
-def test_a_wrapper_shows_a_step_that_the_kernel_skips(base: nn.Module) -> None:
+def test_a_wrapper_shows_a_step_that_the_kernel_skips(
+    base: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_on_a_gpu(monkeypatch)
     model = fresh_copy(base)
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
     wrapper = accelerator().prepare(name(optimizer, model))
@@ -264,7 +274,7 @@ def test_a_wrapper_with_a_scaler_is_left_to_it(base: nn.Module) -> None:
         wrapper.step()
         wrapper.zero_grad()
         assert wrapper.step_was_skipped is skipped
-    detach(boundary_of(wrapper))
+    let_go(wrapper)
     assert wrapper.step_was_skipped is True
 
 

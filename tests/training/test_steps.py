@@ -471,6 +471,20 @@ def test_two_optimizers_of_which_one_is_zeroed_each_micro_batch(
         assert not optimizer.step_was_skipped
 
 
+def test_an_overflow_thrown_away_before_its_weights_are_frozen_is_gone() -> None:
+    model: Any = mlp()
+    optimizer = sgd(model.parameters())
+    autoamp.convert(model, optimizer, **BF16)
+    loss_of(model, 0, HUGE).backward()
+    optimizer.zero_grad()
+    model[0].requires_grad_(False)
+    before = weights_of(model)
+    loss_of(model, 1).backward()
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+    assert moved(before, model)
+
+
 def test_two_guarded_optimizers_of_which_one_has_finite_gradients() -> None:
     model: Any = guarded()
     first, last = (sgd(model[at].parameters()) for at in (0, 2))
