@@ -55,8 +55,7 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     """Skips tests of GPUs where there is none, and those that no GPU can run."""
-    config.stash[levels.EXCEPTED] = levels.excepted(items)
-    config.stash[levels.CASES] = levels.settle(items)
+    levels.mark(items, levels.read())
     here = torch.cuda.is_available()
     for item in items:
         if here and (why := not_on_gpus(item)):

@@ -1,13 +1,16 @@
-"""Which tests are quick, by the times of a run; and a reader of such times.
+"""Which tests are quick: those whose measured times leave room for them.
 
 `make test` runs the quick tests, CI the thorough ones after them, `make test-all` the
-slow ones too.  The rule, for seconds of an idle core, in which fixtures count:
+slow ones too.  `times.json` has the seconds of a whole run, in which fixtures count, of
+the test functions whose cases take more than `SECONDS` together.  From it follows:
 
-1. All cases of a test function together take at most `SECONDS`, or the function is
-   `thorough`.  Up to six of its cases stay quick, as many as fit into these seconds:
-   `@pytest.mark.thorough(but=["case", ...])`.
-2. One function of each file may take longer, the quickest of those that do: each file
-   keeps quick tests of what it is for.
+1. A function that is not in it is quick.
+2. Of one that is, those cases are quick that fit into `SECONDS` together, the fastest
+   first; the others are `thorough`.
+3. Of those in one file, the fastest case is quick whatever it takes, so that each file
+   keeps a quick test of what it is for.
+
+One command writes it anew, after a run on an idle machine:
 
     pytest -n 2 -m "not slow and not gpu and not conformance" --junitxml=times.xml
     python -m tests.levels times.xml
@@ -15,6 +18,7 @@ slow ones too.  The rule, for seconds of an idle core, in which fixtures count:
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
@@ -27,12 +31,10 @@ SECONDS = 0.7
 OTHERS = ("slow", "gpu", "conformance")
 """Marks of tests that have commands of their own, and are never thorough as well."""
 
-Cases = dict[str, list[tuple[str, bool]]]
-"""The cases of each test function, and whether each is quick."""
+TIMES = Path(__file__).with_name("times.json")
 
-CASES = pytest.StashKey[Cases]()
-EXCEPTED = pytest.StashKey[set[tuple[str, str]]]()
-"""What a run collected, before tests were chosen."""
+Times = dict[str, dict[str, float]]
+"""Seconds of each case of each test function: `file::function`, then the case."""
 
 
 def case_of(name: str) -> str:
@@ -44,63 +46,74 @@ def function_of(name: str) -> str:
     return name.partition("[")[0]
 
 
-def settle(items: Iterable[pytest.Item]) -> Cases:
-    """Takes the mark `thorough` from cases that it excepts, and from slow tests.
-
-    Returns:
-        The tests that are neither slow nor for other commands.
-    """
-    found: Cases = defaultdict(list)
-    for item in items:
-        others = any(item.get_closest_marker(name) for name in OTHERS)
-        item.own_markers = [
-            mark
-            for mark in item.own_markers
-            if mark.name != "thorough"
-            or not (others or case_of(item.name) in mark.kwargs.get("but", ()))
-        ]
-        if not others:
-            quick = item.get_closest_marker("thorough") is None
-            found[function_of(item.nodeid)].append((case_of(item.name), quick))
-    return found
-
-
-def excepted(items: Iterable[pytest.Item]) -> set[tuple[str, str]]:
-    """(test function, case) of each case that a mark `thorough` names."""
-    return {
-        (function_of(item.nodeid), case)
-        for item in items
-        for mark in item.iter_markers("thorough")
-        for case in mark.kwargs.get("but", ())
-    }
-
-
-def times_of(junit: Path) -> dict[str, list[float]]:
-    """The seconds of all cases of each test function, `file::function`."""
-    found: dict[str, list[float]] = defaultdict(list)
+def times_of(junit: Path) -> Times:
+    """The times of a run, as pytest's `--junitxml` writes them."""
+    found: Times = defaultdict(dict)
     for case in ET.parse(junit).iter("testcase"):
         file = (case.get("classname") or "").replace(".", "/") + ".py"
-        name = function_of(case.get("name") or "")
-        found[f"{file}::{name}"].append(float(case.get("time") or 0))
+        name = case.get("name") or ""
+        seconds = float(case.get("time") or 0)
+        found[f"{file}::{function_of(name)}"][case_of(name)] = seconds
     return found
+
+
+def read() -> Times:
+    """The times that are committed."""
+    found: Times = json.loads(TIMES.read_text())
+    return found
+
+
+def long(times: Times) -> Times:
+    """Those functions whose cases take more than `SECONDS` together."""
+    return {name: each for name, each in times.items() if sum(each.values()) > SECONDS}
+
+
+def quick_cases(times: Times) -> dict[str, set[str]]:
+    """The cases that are quick, of each function in `times`."""
+    found: dict[str, set[str]] = {}
+    fastest: dict[str, tuple[float, str, str]] = {}
+    for name, each in times.items():
+        file, room = name.partition("::")[0], SECONDS
+        in_order = sorted((seconds, case) for case, seconds in each.items())
+        first = (in_order[0][0], name, in_order[0][1])
+        fastest[file] = min(first, fastest.get(file, first))
+        found[name] = set()
+        for seconds, case in in_order:
+            room -= seconds
+            if room >= 0:
+                found[name].add(case)
+    for _, name, case in fastest.values():
+        found[name].add(case)
+    return found
+
+
+def mark(items: Iterable[pytest.Item], times: Times) -> None:
+    """Gives the mark `thorough` to each test that is not quick by its times."""
+    quick = quick_cases(times)
+    for item in items:
+        chosen = quick.get(function_of(item.nodeid))
+        if chosen is None or case_of(item.nodeid) in chosen:
+            continue
+        if not any(item.get_closest_marker(name) for name in OTHERS):
+            item.add_marker(pytest.mark.thorough)
 
 
 def main(junit: Path) -> None:
-    """Prints the functions that break the rule, the longest first."""
+    """Writes `times.json` and says how long the quick tests take by it."""
     times = times_of(junit)
-    over = {name: sum(each) for name, each in times.items() if sum(each) > SECONDS}
-    for names in by_file(over).values():
-        del over[min(names, key=over.__getitem__)]
-    for name in sorted(over, key=lambda name: -over[name]):
-        print(f"{over[name]:6.1f} s in {len(times[name]):3d} cases  {name}")
-    print(f"{sum(sum(t) for t in times.values()):6.1f} s in all")
-
-
-def by_file(names: Iterable[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        found[name.partition("::")[0]].append(name)
-    return found
+    kept = long(times)
+    text = json.dumps({n: kept[n] for n in sorted(kept)}, indent=1, sort_keys=True)
+    TIMES.write_text(text + "\n")
+    quick = quick_cases(kept)
+    seconds = 0.0
+    for name, each in times.items():
+        chosen = quick.get(name)
+        seconds += sum(
+            t for case, t in each.items() if chosen is None or case in chosen
+        )
+    every = sum(sum(each.values()) for each in times.values())
+    print(f"{len(kept)} of {len(times)} functions take more than {SECONDS} s")
+    print(f"quick {seconds:.0f} s, all {every:.0f} s of one core")
 
 
 if __name__ == "__main__":

@@ -1,117 +1,83 @@
-"""Quick, thorough and slow tests: marks name what is there; each file has one quick."""
+"""Quick and thorough tests are told by the measured times that are committed."""
 
 from __future__ import annotations
 
-import ast
+from pathlib import Path
 
 import pytest
 
 from tests import levels
 from tests.repository.pages import REPO
 
-TESTS = REPO / "tests"
-
 pytest_plugins = ["pytester"]
 
+JUNIT = """<testsuite>
+<testcase classname="test_it" name="test_cases[a]" time="0.3"/>
+<testcase classname="test_it" name="test_cases[b]" time="0.5"/>
+<testcase classname="test_it" name="test_cases[c]" time="0.2"/>
+<testcase classname="test_it" name="test_whole" time="2.0"/>
+<testcase classname="test_it" name="test_short" time="0.6"/>
+<testcase classname="test_long" name="test_long" time="9.0"/>
+</testsuite>"""
 
-def marks_of(node: ast.AST) -> list[str]:
-    """The names of pytest's marks in an expression."""
-    return [
-        mark.attr
-        for mark in ast.walk(node)
-        if isinstance(mark, ast.Attribute) and ast.unparse(mark.value) == "pytest.mark"
-    ]
-
-
-def wrong_marks(text: str) -> list[str]:
-    """Functions marked both slow and thorough, and whole files that are thorough."""
-    found = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            tops = [
-                d.func if isinstance(d, ast.Call) else d for d in node.decorator_list
-            ]
-            marks = [name for top in tops for name in marks_of(top)]
-            if marks.count("thorough") + marks.count("slow") > 1:
-                found.append(f"{node.name} has two levels")
-        elif (
-            isinstance(node, ast.Assign)
-            and ast.unparse(node.targets[0]) == "pytestmark"
-            and "thorough" in marks_of(node.value)
-        ):
-            found.append("a whole file is thorough")
-    return found
-
-
-def test_each_function_has_one_level() -> None:
-    texts = {path.name: path.read_text() for path in TESTS.rglob("test_*.py")}
-    marked = {name: text for name, text in texts.items() if "mark.thorough" in text}
-    wrong = {name: wrong_marks(text) for name, text in marked.items()}
-    assert {name: found for name, found in wrong.items() if found} == {}
-
-
-def test_every_case_that_stays_quick_exists(request: pytest.FixtureRequest) -> None:
-    if any("::" in argument for argument in request.config.args):
-        pytest.skip("only some tests were asked for")
-    stash = request.config.stash
-    cases = {of: dict(found) for of, found in stash[levels.CASES].items()}
-    named = stash[levels.EXCEPTED]
-    assert [(of, case) for of, case in named if case not in cases.get(of, {})] == []
-
-
-def test_each_file_keeps_a_quick_test(request: pytest.FixtureRequest) -> None:
-    if any("::" in argument for argument in request.config.args):
-        pytest.skip("only some tests were asked for")
-    quick: dict[str, bool] = {}
-    for function, cases in request.config.stash[levels.CASES].items():
-        file = function.partition("::")[0]
-        quick[file] = quick.get(file, False) or any(quick for _, quick in cases)
-    assert [file for file, some in quick.items() if not some] == []
-
-
-PLANTED = """
+TESTS = """
 import pytest
-from tests import levels
 
-@pytest.mark.thorough(but=["a", "c"])
 @pytest.mark.parametrize(
-    "case", ["a", "b", pytest.param("c", marks=pytest.mark.slow),
-             pytest.param("d", marks=pytest.mark.slow)]
+    "case", ["a", "b", "c", "new", pytest.param("d", marks=pytest.mark.slow)]
 )
 def test_cases(case): ...
 
-@pytest.mark.thorough
 def test_whole(): ...
 
-@pytest.mark.parametrize("case", ["a", pytest.param("b", marks=pytest.mark.thorough)])
-def test_marked_in_the_parameter(case): ...
+def test_short(): ...
+
+def test_new(): ...
 """
 
 
-def test_what_each_level_runs(pytester: pytest.Pytester) -> None:
+def test_the_fastest_cases_that_fit_are_quick(
+    pytester: pytest.Pytester, monkeypatch
+) -> None:
+    junit = pytester.path / "times.xml"
+    junit.write_text(JUNIT)
+    monkeypatch.setattr(levels, "TIMES", pytester.path / "times.json")
+    levels.main(junit)
     pytester.makeconftest(
         "import pytest\nfrom tests import levels\n"
         "def pytest_configure(config):\n"
         "    config.addinivalue_line('markers', 'thorough')\n"
         "    config.addinivalue_line('markers', 'slow')\n"
         "@pytest.hookimpl(tryfirst=True)\n"
-        "def pytest_collection_modifyitems(items): levels.settle(items)\n"
+        "def pytest_collection_modifyitems(items): levels.mark(items, levels.read())\n"
     )
-    pytester.makepyfile(PLANTED)
+    pytester.makepyfile(test_it=TESTS, test_long="def test_long(): ...")
 
     def chosen(marks: str) -> list[str]:
-        lines = pytester.runpytest_inprocess(
-            "--collect-only", "-q", "-m", marks
-        ).outlines
-        return [line.partition("::")[2] for line in lines if "::" in line]
+        ran = pytester.runpytest_inprocess("--collect-only", "-q", "-m", marks)
+        return [line.partition("::")[2] for line in ran.outlines if "::" in line]
 
-    assert chosen("not slow and not thorough") == [
-        "test_cases[a]",
-        "test_marked_in_the_parameter[a]",
-    ]
-    assert chosen("thorough") == [
-        "test_cases[b]",
-        "test_whole",
-        "test_marked_in_the_parameter[b]",
-    ]
-    assert chosen("slow") == ["test_cases[c]", "test_cases[d]"]
+    quick = ["test_cases[a]", "test_cases[c]", "test_short", "test_new", "test_long"]
+    assert chosen("not slow and not thorough") == quick
+    assert chosen("thorough") == ["test_cases[b]", "test_cases[new]", "test_whole"]
+    assert chosen("slow") == ["test_cases[d]"]
+
+
+def test_levels_are_given_by_times_alone() -> None:
+    tests = {path: path.read_text("utf-8") for path in (REPO / "tests").rglob("*.py")}
+    mark = "mark." + "thorough"
+    marked = [path.name for path, text in tests.items() if mark in text]
+    assert marked == [Path(levels.__file__).name]
+
+
+def test_the_functions_that_were_timed_are_there() -> None:
+    """Times of a test that has gone say nothing."""
+    texts: dict[str, str] = {}
+    for name in levels.read():
+        file, _, function = name.partition("::")
+        if file not in texts:
+            path = REPO / file
+            texts[file] = path.read_text("utf-8") if path.exists() else ""
+        assert f"def {function}(" in texts[file] or f" {function} = " in texts[file], (
+            name
+        )
