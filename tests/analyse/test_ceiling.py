@@ -49,7 +49,6 @@ def of(function: Callable[..., Any]) -> Of:
 rewritten = rewriting(of, lambda: X.clone().requires_grad_(), "bf16")
 
 
-@pytest.mark.thorough
 @explored(25, 300, lambda most: (programs(most=most), choices()))
 def test_what_is_low_is_under_the_ceiling_or_moves(
     program: Program, options: dict[str, Any]
@@ -72,7 +71,6 @@ def test_what_is_low_is_under_the_ceiling_or_moves(
 # -- recurrent layers ------------------------------------------------------------------
 
 
-@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("column", ["bf16", "fp16"])
@@ -118,7 +116,6 @@ def test_one_kernel_of_a_lstm_gives_low_results(
     assert dtypes == {torch.float32 if bidirectional else torch.bfloat16}
 
 
-@pytest.mark.thorough
 def test_ops_with_a_wide_state_run_low() -> None:
     layers = {**RECURRENT["gated units"], **RECURRENT["cells"], "two": LSTM["deep"]}
     model = Recurrent(**{name: make() for name, make in layers.items()})

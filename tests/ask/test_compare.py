@@ -62,7 +62,6 @@ def errors_by_hand(
     return relative_error(found, wanted), relative_error(grads, wanted_grads)
 
 
-@pytest.mark.thorough(but=["bf16-Checkpointed"])
 @pytest.mark.parametrize("make", [Net, Checkpointed])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_errors_are_those_of_the_converted_model(
@@ -104,7 +103,6 @@ def test_a_region_in_fp32_has_the_error_of_keep() -> None:
             assert region.errors.output == pytest.approx(output, rel=0.05)
 
 
-@pytest.mark.thorough
 def test_the_set_for_a_tolerance_is_minimal_and_reaches_it(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Net(), torch.randn(8, 32)
@@ -168,7 +166,6 @@ class Branches(nn.Module):
         return torch.cat([z, z]) if self.wide else z
 
 
-@pytest.mark.thorough(but=["True"])
 @pytest.mark.parametrize("wide", [False, True])
 def test_a_branch_that_only_one_precision_takes_is_compared(wide: bool) -> None:
     torch.manual_seed(0)

@@ -46,7 +46,6 @@ def decided(report: autoamp.Report) -> list[tuple[str, str, str, str]]:
     return [(op.body, op.name, op.precision, op.reason) for op in report.ops]
 
 
-@pytest.mark.thorough(but=["Net"])
 @pytest.mark.parametrize("make", [Net, Broken])
 def test_explain_says_what_convert_then_does(make: type[nn.Module]) -> None:
     model = make()
@@ -76,7 +75,6 @@ def test_a_converted_model_is_explained_under_its_own_options_and_goes_on() -> N
     assert autoamp.is_converted(model)
 
 
-@pytest.mark.thorough(but=["cpu:plain"])
 @pytest.mark.parametrize("device", known_devices())
 def test_every_device_of_the_table_explains(device: str) -> None:
     model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))

@@ -36,7 +36,6 @@ def options(precision: str) -> dict[str, Any]:
     return {"precision": precision, "do_no_harm": False}
 
 
-@pytest.mark.thorough
 def test_compare_computes_on_the_mesh(net: nn.Module) -> None:
     """Each op's error is of its rounding: stand-ins hold no data, and would show."""
     found = autoamp.compare(net, X, options=options("bf16"))

@@ -104,7 +104,6 @@ print("autoamp" in sys.modules, torch.nn.Module.__call__.__module__)
 """
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("variables", "printed", "is_on"),
     [
@@ -343,7 +342,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "when"),
     [
@@ -453,7 +451,6 @@ def test_logging_is_put_back(monkeypatch, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("alike", [True, False])
-@pytest.mark.thorough
 def test_wrappers_made_anew_are_not_captured_without_end(
     alike: bool, x: Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:

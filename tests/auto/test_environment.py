@@ -289,7 +289,6 @@ def names_only(name: str) -> st.SearchStrategy[str]:
     return texts.filter(lambda t: "/" not in t)
 
 
-@pytest.mark.thorough
 @settings(max_examples=120)
 @given(st.sampled_from(ALL).flatmap(lambda n: st.tuples(st.just(n), names_only(n))))
 def test_any_text_is_settings_or_a_line_that_names_the_variable(

@@ -217,7 +217,6 @@ print(repr(loss.item()), "autoamp" in sys.modules)
 """
 
 
-@pytest.mark.thorough
 def test_a_small_script_imports_nothing_and_is_told_so_in_a_line() -> None:
     off = run_script(TRAINS, AUTOAMP_ENABLE="0")
     kept = {k: v for k, v in os.environ.items() if not k.startswith("AUTOAMP_")}

@@ -100,7 +100,6 @@ def test_final_counts_when_the_mode_ends(tmp_path, x: Tensor) -> None:
     assert whole(folder) == expected
 
 
-@pytest.mark.thorough(but=["'../../up'", "'.'"])
 @pytest.mark.parametrize(
     "name",
     ["../../up", "[bold red]x[/]", "N" * 400, "\x1b[31m", "网", "."],
@@ -135,7 +134,6 @@ def test_an_earlier_run_with_the_same_id_is_not_written_over(
         assert {path.name for path in folder.iterdir()} == ONE_GRAPH
 
 
-@pytest.mark.thorough
 def test_many_threads_of_one_model(tmp_path, caplog) -> None:
     autoamp.enable(report_dir=tmp_path, **BF16)
     model, together = Net(), threading.Barrier(6)
@@ -160,7 +158,6 @@ def test_many_threads_of_one_model(tmp_path, caplog) -> None:
 # -- where it cannot be written --------------------------------------------------------
 
 
-@pytest.mark.thorough(but=["folder", "replaced"])
 @pytest.mark.parametrize("lost", ["folder", "root", "replaced"])
 def test_directory_that_vanishes(lost: str, tmp_path, x: Tensor, caplog) -> None:
     root = tmp_path / "reports"
@@ -226,7 +223,6 @@ def reporting_to(root: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.thorough
 def test_killed_process_leaves_what_it_captured(tmp_path) -> None:
     done = run_script(SCRIPT, "1", **reporting_to(tmp_path))
     assert done.returncode == -signal.SIGKILL
@@ -235,7 +231,6 @@ def test_killed_process_leaves_what_it_captured(tmp_path) -> None:
     whole(folder)
 
 
-@pytest.mark.thorough
 def test_the_final_counts_are_written_at_exit(tmp_path) -> None:
     for calls in (6, 4):
         done = run_script(SCRIPT, str(calls), **reporting_to(tmp_path))
@@ -271,7 +266,6 @@ os._exit(0)  # nothing is written at exit
 """
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["forward", "step"])
 def test_a_model_that_is_freed_leaves_its_final_report(name: str, tmp_path) -> None:
     done = run_script(FREED, str(tmp_path), name)

@@ -61,7 +61,6 @@ for region in (torch.no_grad(), torch.inference_mode()):
 AT_ONCE = {"AUTOAMP_PRECISION": "bf16", "AUTOAMP_DO_NO_HARM": "0"}
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("own", "variables", "most", "named"),
     [
@@ -234,7 +233,6 @@ def low_products(model: nn.Module) -> int:
     return sum(row.op == "aten::linear.default" and row.is_low for row in rows)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("other", ["classes", "sizes"])
 def test_every_block_is_converted_whatever_their_number(
     other: str, off_again: None
@@ -248,7 +246,6 @@ def test_every_block_is_converted_whatever_their_number(
     assert low_products(model) == MANY
 
 
-@pytest.mark.thorough
 def test_threads_that_race_at_a_new_size_all_run_rewritten_graphs() -> None:
     model = autoamp.convert(Broken([Block(8), Block(8)]), **BF16)
     model(torch.randn(3, 8))
@@ -274,7 +271,6 @@ def error_of(model: nn.Module) -> str:
     raise AssertionError("a batch-norm of one sample raises")
 
 
-@pytest.mark.thorough(but=["convert"])
 @pytest.mark.parametrize("mode", ["convert", "automatic"])
 def test_an_error_of_the_users_is_told_once(mode: str, caplog, off_again: None) -> None:
     model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))

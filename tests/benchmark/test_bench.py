@@ -34,7 +34,6 @@ def trained() -> autoamp.Bench:
     return autoamp.bench(layers(), X, ways=WAYS, options=EVEN, **QUICK)
 
 
-@pytest.mark.thorough
 def test_every_way_has_its_figures(trained) -> None:
     names = [row.way for row in trained.rows]
     assert names == ["fp32", "autocast", "autoamp", ".bfloat16()"]
@@ -80,7 +79,6 @@ def test_peak_memory_holds_weights_and_optimizer_state(trained) -> None:
     assert trained.row(".bfloat16()").peak < fp32.peak
 
 
-@pytest.mark.thorough
 def test_the_model_and_the_process_are_left_alone() -> None:
     model = layers().eval()
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -267,7 +265,6 @@ def test_the_plot_has_a_bar_for_each_way(trained) -> None:
     assert [w / widths[0] for w in widths] == pytest.approx(ratios, rel=0.01)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["mlp", pytest.param("resnet", marks=pytest.mark.slow)]
 )

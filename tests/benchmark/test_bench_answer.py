@@ -33,7 +33,6 @@ def measured(model: nn.Module, *args: Tensor, **given: Any) -> Answer:
 # -- measured here ---------------------------------------------------------------------
 
 
-@pytest.mark.thorough
 @pytest.mark.usefixtures("bf16_units")
 def test_input_bound() -> None:
     class Slow:
@@ -55,7 +54,6 @@ def test_tiny_model() -> None:
     says(found.sentence, "its matrices are too small")
 
 
-@pytest.mark.thorough
 @pytest.mark.usefixtures("bf16_units")
 def test_launch_bound() -> None:
     found = measured(layers(8, depth=60), torch.randn(2, 8), infer=True)
@@ -171,7 +169,6 @@ def test_compute_bound() -> None:
     says(found.sentence, "100% of their flops run in fp16")
 
 
-@pytest.mark.thorough
 def test_odd_dimensions() -> None:
     found = on_a_gpu(layers(1001), torch.randn(4096, 1001), 0.8).answer
     assert found.helps is True

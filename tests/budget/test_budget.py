@@ -71,7 +71,6 @@ def true_errors(model: nn.Module, exact: nn.Module, x: Tensor) -> dict[str, floa
 # -- the budget is kept ----------------------------------------------------------------
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("budget", "limits"),
     [
@@ -103,7 +102,6 @@ def test_errors_are_within_the_budget(budget: Budget, limits: dict[str, float]) 
     assert [c.held_out for c in report.frontier.checks] == [False] * 3 + [True]
 
 
-@pytest.mark.thorough
 def test_a_smaller_budget_costs_time_and_error_falls() -> None:
     model, data = Net().eval(), batches()
     times, errors = [], []
@@ -122,7 +120,6 @@ def test_a_smaller_budget_costs_time_and_error_falls() -> None:
     assert errors[-1] == 0.0, "no op is exact enough for a hundredth"
 
 
-@pytest.mark.thorough
 def test_a_budget_that_nothing_meets_but_fp32_gives_the_bits_of_fp32() -> None:
     model, data = Net().eval(), batches()
     exact = copy.deepcopy(model)
@@ -141,7 +138,6 @@ def test_what_is_loudest_goes_to_fp32_first() -> None:
     assert "loud" not in low
 
 
-@pytest.mark.thorough
 def test_a_large_budget_goes_below_the_ceiling_and_says_so() -> None:
     class Sums(nn.Module):
         def __init__(self) -> None:
@@ -168,7 +164,6 @@ def test_a_large_budget_goes_below_the_ceiling_and_says_so() -> None:
     assert "bf16" in [op.precision for op in ops if op.op.startswith("aten::add")]
 
 
-@pytest.mark.thorough
 def test_a_metric_of_one_output_and_of_two() -> None:
     model, data = Net().eval(), batches()
 
@@ -201,7 +196,6 @@ def test_a_metric_of_one_output_and_of_two() -> None:
         assert any(op.is_low for op in found.ops), metric
 
 
-@pytest.mark.thorough
 def test_fp16_trains_with_a_budget() -> None:
     model, data = Net().train(), batches()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -228,7 +222,6 @@ def test_fp16_trains_with_a_budget() -> None:
 # -- what belongs to a conversion ------------------------------------------------------
 
 
-@pytest.mark.thorough
 def test_the_placement_stays_with_the_model() -> None:
     model, data = Net().eval(), batches()
     autoamp.convert(model, **BF16, budget="0.4 autocast", calibrate_on=data)
@@ -249,7 +242,6 @@ def test_the_placement_stays_with_the_model() -> None:
     assert autoamp.report(model).frontier is None
 
 
-@pytest.mark.thorough
 def test_an_op_that_no_batch_ran_stays_fp32() -> None:
     class Either(Net):
         def __init__(self) -> None:
@@ -268,7 +260,6 @@ def test_an_op_that_no_batch_ran_stays_fp32() -> None:
     assert "no batch of calibrate_on= ran it" in row.reason
 
 
-@pytest.mark.thorough
 def test_the_report_shows_it() -> None:
     model, data = Net().eval(), batches()
     autoamp.convert(model, **BF16, budget="0.4 autocast", calibrate_on=data)
@@ -374,7 +365,6 @@ def test_bad_input_changes_nothing(options: dict[str, Any], said: str) -> None:
         assert torch.equal(value, before[name])
 
 
-@pytest.mark.thorough
 def test_a_model_that_fp32_does_not_repeat() -> None:
     model = Drifting().eval()
     with pytest.raises(BudgetError):
@@ -439,7 +429,6 @@ class Counts(Net):
         return super().forward(x) + 0 * torch.histc(x.detach(), bins=32)[:8]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [Asks, Counts])
 def test_models_that_are_hard_to_differentiate(kind: type[Net]) -> None:
     model, data = kind().train(), batches()
@@ -454,7 +443,6 @@ def test_models_that_are_hard_to_differentiate(kind: type[Net]) -> None:
             says(op.reason, "no derivative")
 
 
-@pytest.mark.thorough
 def test_each_conversion_reports_its_own_budget() -> None:
     """Both choose to run all ops low, and the errors of their batches differ."""
     data, found = batches(), []

@@ -142,7 +142,6 @@ def alone(study: Study) -> list[dict[str, frozenset[str]]]:
     return found
 
 
-@pytest.mark.thorough(but=["a checkpointed region-True-bf16", "linears-False-bf16"])
 @pytest.mark.parametrize(
     "low", [BF16, pytest.param(FP16, marks=pytest.mark.slow)], ids=["bf16", "fp16"]
 )
@@ -162,7 +161,6 @@ def test_each_op_by_itself(name: str, trains: bool, low: torch.dtype) -> None:
     studied(build().train(trains), torch.randn(shape), low, check)
 
 
-@pytest.mark.thorough(but=["a checkpointed region", "attention", "linears"])
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_all_ops_together(name: str) -> None:
     build, shape = MODELS[name]

@@ -74,7 +74,6 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- measuring -------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
 def test_all_probes_have_a_name_and_run() -> None:
     every = probes(CPU, LOW)
     assert {probe.name for probe in every} == NAMES
@@ -91,7 +90,6 @@ def test_measuring_ends_in_time_and_draws_no_random_number() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.thorough
 def test_modes_of_the_caller_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside a capture, tensors would be fake, and times those of Python."""
     monkeypatch.setattr("autoamp.calibrate.speeds._AGREE", math.inf)

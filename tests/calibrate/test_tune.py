@@ -110,7 +110,6 @@ def takes(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], list[st
 WITHOUT = f"{MEASURED}, without gelu_tanh"
 
 
-@pytest.mark.thorough(but=["torch.autocast"])
 @pytest.mark.parametrize("fastest", [PREDICTED, MEASURED, AUTOCAST, FP32, WITHOUT])
 def test_the_fastest_way_is_kept(fastest: str, takes: Any) -> None:
     model, x = Net().train(fastest in (MEASURED, FP32)), image()
@@ -197,7 +196,6 @@ def test_a_device_without_units_is_measured_too(takes: Any, monkeypatch: Any) ->
 # -- the model and its surroundings ----------------------------------------------------
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fastest", "training"), each_with_one([MEASURED, AUTOCAST, FP32], [True, False])
 )
@@ -227,7 +225,6 @@ def test_nothing_is_changed_but_the_call_path(
         assert compat.version(p) == version
 
 
-@pytest.mark.thorough
 def test_a_call_of_another_size_is_placed_without_measuring(
     takes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,7 +420,6 @@ def test_specimens_run_as_they_are_with_their_backward(
     assert grads
 
 
-@pytest.mark.thorough
 def test_keys_tell_apart_whatever_takes_another_time(specimens: Any) -> None:
     def keys(batch: int, grad: bool) -> set[str]:
         return {specimen.key for _, specimen in specimens(batch, grad=grad)}
@@ -433,7 +429,6 @@ def test_keys_tell_apart_whatever_takes_another_time(specimens: Any) -> None:
     assert keys(2, True) != keys(2, False)
 
 
-@pytest.mark.thorough
 def test_a_second_tuning_measures_nothing_anew(folder: Path) -> None:
     first = autoamp.tune(mlp(), torch.randn(8, 16))
     (file,) = folder.iterdir()
@@ -497,7 +492,6 @@ def test_a_first_item_that_takes_long_is_shown_before_its_end(
             time.sleep(0.01)
 
 
-@pytest.mark.thorough
 def test_the_ways_are_set_up_under_a_bar(terminal: io.StringIO, takes: Any) -> None:
     takes({MEASURED: 1.0})
     autoamp.tune(Net(), image())

@@ -108,7 +108,6 @@ def test_models_of_one_class_are_captured_once_and_have_their_own_weights(
     assert len(seen.graphs) <= 2  # Dynamo drops what it compiled with the model it saw
 
 
-@pytest.mark.thorough
 def test_kinds_of_calls_are_captured_once_each(seen: Seen) -> None:
     models = several(backend=seen)
     for model in models:
@@ -173,7 +172,6 @@ PAIRS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
 }
 
 
-@pytest.mark.thorough(but=["number", "in a list", "closure"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_others_have_graphs_of_their_own(name: str, seen: Seen) -> None:
     """And in fp16 a number that would be zero is not another model's number."""
@@ -211,7 +209,6 @@ def test_what_is_looked_through_is_shared(name: str, seen: Seen) -> None:
     assert len(seen.graphs) == graphs
 
 
-@pytest.mark.thorough
 def test_hooks_of_an_instance_are_its_own() -> None:
     models = several(count=3)
     called: list[int] = []
@@ -264,7 +261,6 @@ def by_python(module: nn.Module, x: Tensor) -> Any:
     return module(x)
 
 
-@pytest.mark.thorough
 def test_one_inside_the_call_of_another() -> None:
     """After a graph break the outer model's graphs count for it again."""
     inner = several(count=1)[0]

@@ -80,7 +80,6 @@ def called(function: Any, arguments: tuple[Any, ...]) -> tuple[Any, list[Any]]:
     return run(*tensors), ops
 
 
-@pytest.mark.thorough(but=["aten.conv1d.default", "aten.view.default"])
 @pytest.mark.parametrize("op", BINDINGS, ids=str)
 def test_a_binding_calls_its_op(op: Any) -> None:
     given = arguments(op)

@@ -105,7 +105,6 @@ def size(kept: Any) -> Any:
     return kept if isinstance(kept, (int, float)) else len(kept)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("case", "name"), each_with_one(CASES, CALLED))
 def test_every_call_stays_low_and_graphs_are_not_made_for_each(
     case: tuple[Keep, Any], name: str, caplog
@@ -158,7 +157,6 @@ def changed_outside(model: Changing, call: int) -> None:
         model.kept[f"key {call}"] = call
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("make", "name"), each_with_one([float, dict], CALLED))
 def test_past_the_recompile_limit_modules_stay_low(make: Any, name: str) -> None:
     model, plain = pair(scaled, make)

@@ -87,7 +87,6 @@ def test_a_torch_that_cannot_round_on_cpus_is_said_to(monkeypatch) -> None:
     assert "round at each cast" not in told
 
 
-@pytest.mark.thorough
 @rounds_on_cpus
 def test_it_rounds_as_eager_does_and_no_setting_stays() -> None:
     """In the backward as well."""
@@ -108,7 +107,6 @@ def test_it_rounds_as_eager_does_and_no_setting_stays() -> None:
     assert before == after == (False, None)
 
 
-@pytest.mark.thorough
 @rounds_on_cpus
 def test_a_cast_inside_a_kernel_rounds_no_value() -> None:
     """The fates read from the schedule are those that the numbers show."""
@@ -129,7 +127,6 @@ def test_a_cast_inside_a_kernel_rounds_no_value() -> None:
     assert "rounds no value" not in autoamp.report(exact).full()
 
 
-@pytest.mark.thorough
 def test_a_cast_may_be_written_and_be_read_before_that() -> None:
     model, x = wave(True), torch.randn(32, 64)
     low = copy.deepcopy(model).bfloat16()
@@ -150,7 +147,6 @@ def test_a_cast_may_be_written_and_be_read_before_that() -> None:
     )
 
 
-@pytest.mark.thorough(but=["False"])
 @pytest.mark.parametrize("trains", [False, True])
 def test_the_fates_are_known_of_code_from_a_cache(trains: bool) -> None:
     found = []

@@ -131,7 +131,6 @@ def check_no_further_off(
         assert relative_error(mine, true) <= 1.1 * relative_error(its, true)
 
 
-@pytest.mark.thorough(but=["cast0-True", "cast39-False"])
 @pytest.mark.parametrize(("cast", "grad"), each_with_one(CASTS, [True, False]))
 def test_results_and_gradients_are_autocasts(
     cast: tuple[torch.dtype | None, str], grad: bool
@@ -186,7 +185,6 @@ EXACT = [within(True), within(False), of_half_operands]
 CLOSE = [checkpointed, checkpointed_by_reentry, written_to, given_twice]
 
 
-@pytest.mark.thorough(but=["of_half_operands", "checkpointed"])
 @pytest.mark.parametrize("called", EXACT + CLOSE, ids=lambda called: called.__name__)
 def test_it_is_autocasts_wherever_it_is_called(called: Called) -> None:
     """To the bit, or no further off."""

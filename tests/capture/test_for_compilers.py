@@ -27,7 +27,6 @@ def classifier() -> nn.Module:
     return Of(logits_and_loss, head=nn.Linear(16, CLASSES))
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [{}, pytest.param({"loss_scale": 8.0}, marks=pytest.mark.slow)],
@@ -51,7 +50,6 @@ def test_the_kernels_of_the_loss_read_16_bits(options: dict[str, float]) -> None
     assert count(ours, autocast=False) <= 1.01 * most
 
 
-@pytest.mark.thorough(but=["RNN-aot_eager"])
 @pytest.mark.parametrize(
     "backend", [aot_eager, pytest.param("inductor", marks=pytest.mark.slow)]
 )

@@ -43,7 +43,6 @@ def looks(monkeypatch) -> list[nn.Module]:
     return found
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("training", "precision"), each_with_one([True, False], PRECISIONS)
 )
@@ -78,7 +77,6 @@ def test_what_a_hook_gives_is_what_goes_on() -> None:
         assert torch.allclose(converted(X), before, atol=CLOSE)
 
 
-@pytest.mark.thorough
 def test_a_copy_and_its_original_have_hooks_of_their_own() -> None:
     first = model("bf16")
     step(first)

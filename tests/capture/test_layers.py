@@ -36,7 +36,6 @@ class Looping(nn.Module):
         return self.head(self.net(self.deep(x)))
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("precision", some_slow(["bf16", "fp16"], "bf16".__eq__))
 def test_layers_are_low_where_their_caller_is_left_to_python(precision: str) -> None:
     """No further off than a rounding for every product, forward and backward."""
@@ -65,7 +64,6 @@ def test_layers_are_low_where_their_caller_is_left_to_python(precision: str) -> 
     says(why, "Python")
 
 
-@pytest.mark.thorough
 def test_each_layer_is_given_its_own_weights() -> None:
     """Layers of one size share a graph."""
     model = Looping()

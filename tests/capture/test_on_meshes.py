@@ -81,7 +81,6 @@ def test_calls_that_dynamo_hides_are_an_error_that_says_so() -> None:
     says(raised, "placements")
 
 
-@pytest.mark.thorough
 @pytest.mark.skipif(
     OLDER_TORCH,
     reason="Dynamo of a torch before 2.13 hides the placements of calls on DTensors, "

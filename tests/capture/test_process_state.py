@@ -137,7 +137,6 @@ def check(at: int, error: type[BaseException], warm: bool) -> str:
 
 # An error planted in the callback of a weak reference is only told of.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.thorough(but=["4-False-StopError"])
 @pytest.mark.parametrize("error", [StopError, KeyboardInterrupt])
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("points", [4, pytest.param(150, marks=pytest.mark.slow)])

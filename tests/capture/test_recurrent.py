@@ -33,7 +33,6 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
     return torch.randint(0, 50, (4 + seed, most), generator=generator), lengths
 
 
-@pytest.mark.thorough
 def test_batches_of_other_lengths_share_the_graphs() -> None:
     model = Reader()
     ours = converted(copy.deepcopy(model), strict=False)
@@ -73,7 +72,6 @@ def test_a_projected_lstm_gives_what_it_gave(packed: bool) -> None:
         assert one.stride() == other.stride()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
 def test_a_capture_makes_no_operation_of_a_step(
     kind: type[nn.RNNBase], monkeypatch

@@ -44,7 +44,6 @@ print(crossings(), compat.with_room(crossings))
 """
 
 
-@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="page faults are counted there")
 def test_calls_with_room_map_no_memory() -> None:
     # In a process of its own: another thread's page faults are counted as well.

@@ -63,7 +63,6 @@ def decorated(model: nn.Module, seen: Seen) -> Callable[..., Any]:
 WAYS = [whole, in_place, decorated]
 
 
-@pytest.mark.thorough(but=["decorated"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.usefixtures("automatic")
 def test_automatic_mode(way: Callable[..., Any], x: Tensor) -> None:
@@ -81,7 +80,6 @@ def test_automatic_mode(way: Callable[..., Any], x: Tensor) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=0.05, atol=0.02)
 
 
-@pytest.mark.thorough(but=["whole", "decorated"])
 @pytest.mark.parametrize("way", WAYS)
 def test_converted_model(way: Callable[..., Any], x: Tensor) -> None:
     model, seen = mlp(), Seen()
@@ -98,7 +96,6 @@ def test_converted_model(way: Callable[..., Any], x: Tensor) -> None:
 
 # Dynamo looks at `.grad` of whatever crosses a break; it hides the warning, though not
 # from a filter that makes it an error.
-@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_converted_module_inside(x: Tensor) -> None:
     scale, seen = nn.Parameter(torch.ones(WIDTH)), Seen("aot_eager")
@@ -116,7 +113,6 @@ def test_converted_module_inside(x: Tensor) -> None:
         torch.testing.assert_close(p.grad, want, rtol=0.05, atol=0.02)
 
 
-@pytest.mark.thorough(but=["fp16"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_as_one_graph_autocast_stands_in(precision: str, x: Tensor, caplog) -> None:
     model, seen = mlp(), Seen("aot_eager")
@@ -161,7 +157,6 @@ def test_an_autocast_region_in_a_function_is_left_to_it(x: Tensor) -> None:
 # -- questions to Dynamo ---------------------------------------------------------------
 
 
-@pytest.mark.thorough(but=["0"])
 @pytest.mark.parametrize("calls_before", [0, 2])
 def test_dynamo_explains_the_models_own_code(calls_before: int, x: Tensor) -> None:
     model = mlp()

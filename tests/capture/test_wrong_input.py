@@ -75,7 +75,6 @@ def by_the_mode(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.thorough(but=["too few arguments-by_convert-train"])
 @pytest.mark.parametrize("trains", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("convert", [by_convert, by_the_mode])
 @pytest.mark.parametrize("wrong", WRONG)

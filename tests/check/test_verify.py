@@ -154,7 +154,6 @@ def test_a_planted_fault_is_found(fault: Callable[[Rewritten], None]) -> None:
 # -- the recount -----------------------------------------------------------------------
 
 
-@pytest.mark.thorough
 @explored(40, 500, lambda most: (programs(most=most), choices()))
 def test_the_emitted_graph_costs_what_was_promised(
     program: Program, options: dict[str, Any]

@@ -60,7 +60,6 @@ def test_options_reach_explain(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert bare == {"options": {}, "device": None, **of_factory}
 
 
-@pytest.mark.thorough
 def test_a_report_is_printed_and_written_as_the_library_makes_it(
     tmp_path: Path,
 ) -> None:
@@ -95,7 +94,6 @@ def test_why_prints_one_node(node: str) -> None:
 # -- compare ---------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
 def test_a_comparison_is_printed_and_gives_a_rules_file(tmp_path: Path) -> None:
     told = call(f"compare nets:small {FORCED}")
     assert told.exit_code == 0, told.output
@@ -127,7 +125,6 @@ def test_a_tolerance_that_no_set_reaches_is_a_finding(
 # -- export, and diff of what it writes ------------------------------------------------
 
 
-@pytest.mark.thorough
 def test_files_of_two_targets_and_a_report_have_one_plan() -> None:
     of = "nets:layers"
     told = call(f"export {of} --out a.pt2 {FP16}")
@@ -231,7 +228,6 @@ def test_each_option_is_advised_as_the_commands_take_it(
             autoamp.Rules.load(path)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "line",
     [

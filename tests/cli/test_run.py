@@ -42,7 +42,6 @@ def asked(environ: dict[str, str]) -> dict[str, str]:
     return {k: v for k, v in environ.items() if k.startswith("AUTOAMP_")}
 
 
-@pytest.mark.thorough
 @pytest.mark.usefixtures("nothing_asked_for")
 @pytest.mark.parametrize(
     "how", ["script", pytest.param("module", marks=pytest.mark.slow)]
@@ -197,7 +196,6 @@ def test_the_version_and_every_command_are_shown() -> None:
     says(call("--help").output, *COMMANDS[1:7])
 
 
-@pytest.mark.thorough(but=["", "rules why"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_answers_without_torch_and_shows_an_example(command: str) -> None:
     code = f"{ENTRY.replace('main(prog', 'sys.modules.update(torch=None); main(prog')}"
@@ -217,7 +215,6 @@ def test_help_takes_a_third_of_a_second() -> None:
         assert spent < 0.3, f"autoamp {command} --help took {spent:.2f} s of CPU time"
 
 
-@pytest.mark.thorough(but=["zsh"])
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_complete_commands(shell: str) -> None:
     script = entered(_AUTOAMP_COMPLETE=f"{shell}_source")

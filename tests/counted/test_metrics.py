@@ -62,7 +62,6 @@ def _backward(case: Case, call: Callable[..., Any]) -> None:
     case.loss(call(*args, **kwargs)).backward()
 
 
-@pytest.mark.thorough(but=["mlp", "straight_through", "branching"])
 @pytest.mark.parametrize("name", CAPTURED)
 def test_counting_does_not_stop_capture_and_misses_nothing(name: str) -> None:
     case = BY_NAME[name]

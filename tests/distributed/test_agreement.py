@@ -57,7 +57,6 @@ KINDS = "DynamicLossScale on rank"
 PRECISIONS = "fp16 on rank 0; bf16 on rank 1"
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("wrap", "options", "match"),
     [
@@ -113,7 +112,6 @@ def other_graphs(rank: int) -> list[str]:
     return [text for text in heard.said if "other graphs" in text]
 
 
-@pytest.mark.thorough
 def test_other_graphs_are_a_warning_of_one_rank(two: Ranks) -> None:
     first, second = two.run(other_graphs)
     assert second == []
@@ -186,7 +184,6 @@ def many(rank: int, count: int, wrap: str) -> tuple[list[float], list[bool], boo
     return scales, skipped, finite
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("world", "wrap", "count"),
     [

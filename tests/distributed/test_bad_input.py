@@ -119,7 +119,6 @@ def without_a_store(rank: int) -> None:
     assert "more" not in str(told.value)
 
 
-@pytest.mark.thorough
 def test_a_store_that_died_is_named(two: Ranks) -> None:
     two.run(without_a_store)
 
@@ -172,7 +171,6 @@ def on_a_mesh(rank: int, shape: tuple[int, ...], converted: bool) -> str:
     return ""
 
 
-@pytest.mark.thorough(but=["shape1"])
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
 def test_a_mesh_larger_than_the_world(shape: tuple[int, ...], two: Ranks) -> None:
     for told in two.run(on_a_mesh, shape, True):

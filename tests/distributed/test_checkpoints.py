@@ -69,7 +69,6 @@ def resume(rank: int, wrap: str, folder: str, named: bool) -> Any:
     return trained.losses, trained.weights, scale.state_dict()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("named", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("wrap", slow(["ddp", "fsdp"], "fsdp"))
 def test_a_training_goes_on_bit_for_bit(

@@ -82,7 +82,6 @@ def train_by(rank: int, *, by_price: bool) -> tuple[Trained, float]:
     return trained, autoamp.report(ddp).coverage.share_of_flops or 0.0
 
 
-@pytest.mark.thorough(but=["a mode"])
 @pytest.mark.parametrize("why", ["a mode", "price"])
 def test_a_rank_without_graphs_takes_part(why: str, two: Ranks) -> None:
     (first, covered), (second, not_covered) = two.run(train_without_a_graph, why)
@@ -111,7 +110,6 @@ def train_uneven(rank: int, zero: bool) -> tuple[Trained, Trained]:
     return uneven, even
 
 
-@pytest.mark.thorough
 @pytest.mark.row("join(), uneven inputs")
 @pytest.mark.parametrize("zero", [False, True])
 def test_uneven_inputs(zero: bool, two: Ranks) -> None:
@@ -132,7 +130,6 @@ def train_one_weight(rank: int) -> Trained:
     return steps(ddp, optimizer, batches, bad=[BAD] if rank == 1 else ())
 
 
-@pytest.mark.thorough
 @pytest.mark.row("ZeroRedundancyOptimizer")
 def test_a_rank_whose_optimizer_holds_no_weight_takes_part(two: Ranks) -> None:
     trained = agreed(two.run(train_one_weight))
@@ -159,7 +156,6 @@ def train_clipped(rank: int, after: bool) -> Trained:
     return steps(ddp, optimizer, batches)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("after", [False, True])
 def test_a_gradient_clipped_before_it_is_reduced(after: bool, two: Ranks) -> None:
     results = two.run(train_clipped, after)
@@ -180,7 +176,6 @@ def train_with_other_sizes(rank: int) -> Trained:
     return steps(ddp, torch.optim.SGD(ddp.parameters(), 1e-9), batches)
 
 
-@pytest.mark.thorough
 def test_ranks_climb_together(two: Ranks) -> None:
     trained = agreed(two.run(train_with_other_sizes))
     assert len(set(trained.scales)) > 1
@@ -210,7 +205,6 @@ def events(rank: int, backend: str) -> list[str]:
     return seen
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )

@@ -92,7 +92,6 @@ def traffic(rank: int, mixed: str, *, low: bool = True, **more: Any) -> Any:
     return trained, sum(sizes[len(sizes) * 2 // STEPS :])
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "setting", slow(["plain", "offloaded", "checkpointed"], "plain")
 )
@@ -223,7 +222,6 @@ def gathered_low(model: nn.Module) -> list[bool]:
     return [type(record).__name__ == "LowGathered" for _, record in pairs]
 
 
-@pytest.mark.thorough
 def test_a_weight_that_a_new_graph_reads_is_gathered_in_fp32_again(two: Ranks) -> None:
     for before, after, others in two.run(read_later):
         assert before
@@ -242,7 +240,6 @@ def graph_on_one_rank(rank: int) -> list[bool]:
     return gathered_low(net)
 
 
-@pytest.mark.thorough
 def test_ranks_gather_alike(two: Ranks) -> None:
     first, second = two.run(graph_on_one_rank)
     assert first == second
@@ -276,7 +273,6 @@ def freed(rank: int) -> bool:
     return all(ref() is None for ref in known)
 
 
-@pytest.mark.thorough
 def test_nothing_of_ours_keeps_a_model(two: Ranks) -> None:
     assert two.run(freed) == [True, True]
 

@@ -43,7 +43,6 @@ def spoiled(rank: int, wrap: str, where: str) -> tuple[Trained, list[float]]:
     return trained, values
 
 
-@pytest.mark.thorough(but=["ddp-loss"])
 @pytest.mark.parametrize("where", ["loss", "shard"])
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
 def test_every_rank_skips_the_same_steps(wrap: str, where: str, two: Ranks) -> None:
@@ -60,7 +59,6 @@ def disagreeing(rank: int) -> Trained:
     return steps(net, sgd, [batch(step, rank) for step in range(2)])
 
 
-@pytest.mark.thorough
 def test_a_guard_on_one_rank_alone_is_an_error(two: Ranks) -> None:
     with pytest.raises(RankError, match="guard: on on rank 0; off on rank 1"):
         two.run(disagreeing)

@@ -209,7 +209,6 @@ COMPARED = [name for name in ROWS if not {"hook", "backend"} & ROWS[name][2].key
 """Rows whose own roundings autocast has, too."""
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", cases(COMPARED, LOSSES))
 def test_losses_are_as_near_to_fp32s_as_autocasts(
@@ -225,7 +224,6 @@ def test_losses_are_as_near_to_fp32s_as_autocasts(
     assert 0 < deviation <= bound(losses(plain), losses(autocast))
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "after", "bad"),
     [
@@ -261,7 +259,6 @@ def train_near_the_limit(rank: int, wrap: str, precision: str) -> Trained:
     return steps(net, torch.optim.SGD(net.parameters(), 1e-9), batches)
 
 
-@pytest.mark.thorough(but=["fsdp-bf16"])
 @pytest.mark.parametrize(
     ("wrap", "precision"),
     [

@@ -24,7 +24,6 @@ def losses(results: list[Any]) -> Tensor:
     return torch.tensor([each.losses for each in results], dtype=torch.float64)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("program", slow(PROGRAMS, "sequences"))
 def test_programs_train_as_near_to_fp32_as_under_autocast(
@@ -77,7 +76,6 @@ def sent(rank: int, mixed: str, **options: Any) -> tuple[float, list[float]]:
     return sum(size for _, size in found), [each.item() for each in sums(net)]
 
 
-@pytest.mark.thorough
 def test_casts_go_before_gathers_and_change_no_bit(two: Ranks) -> None:
     plain, _ = two.run(sent, "no")[0]
     theirs, expected = two.run(sent, "autocast")[0]

@@ -124,7 +124,6 @@ def test_a_package_carries_the_plan_of_its_program(compiled: Compiled) -> None:
     assert {op["precision"] for op in plan["report"]["ops"]} == {"bf16"}
 
 
-@pytest.mark.thorough(but=["none", "older"])
 @pytest.mark.parametrize("older", [b"older", None], ids=["older", "none"])
 def test_a_compilation_that_fails_leaves_the_folder_as_it_was(
     older: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

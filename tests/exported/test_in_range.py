@@ -70,7 +70,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, Any], str]] = 
 }
 
 
-@pytest.mark.thorough(but=["weight", "in range"])
 @pytest.mark.parametrize("case", CASES)
 def test_ops_whose_results_leave_the_range_stay_fp32(
     case: str, caplog: pytest.LogCaptureFixture

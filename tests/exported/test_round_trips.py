@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -33,7 +32,6 @@ def saved(model: nn.Module, folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "m.safetensors")
 
 
-@pytest.mark.thorough
 def test_a_checkpoint_trained_with_autoamp_is_a_plain_one(tmp_path: Path) -> None:
     ours = trained(autoamp.convert(two(), **BF16))
     state = saved(ours, tmp_path)

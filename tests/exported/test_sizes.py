@@ -50,7 +50,6 @@ def exported(
     return [(each[3] is not None, bool(each[5])) for each in given], program
 
 
-@pytest.mark.thorough(but=["causal"])
 @pytest.mark.parametrize(
     ("shown", "kernel"),
     [
@@ -83,7 +82,6 @@ def test_positions_that_others_read_too(
     assert errors[1] <= 1.1 * errors[0]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "kernels"),
     [

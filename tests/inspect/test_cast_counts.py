@@ -55,7 +55,6 @@ def ran(model, step) -> tuple[Counts, tuple[int, int, int]]:
     return counts, tuple(said)
 
 
-@pytest.mark.thorough(but=["mlp-fp16"])
 @pytest.mark.parametrize(
     ("name", "precision"),
     [

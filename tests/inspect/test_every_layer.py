@@ -160,7 +160,6 @@ def look_at_all(report: autoamp.Report) -> None:
             assert row.name in report.why(row.name, section.key)
 
 
-@pytest.mark.thorough(but=["GRU", "LSTM", "RNN", "GRUCell", "EmbeddingBag"])
 @pytest.mark.parametrize("name", layers())
 def test_each_layer(name: str) -> None:
     model, given = between(name)
@@ -190,7 +189,6 @@ def loss(m: Any, x: Tensor) -> Any:
     return nn.functional.cross_entropy(m.head(x), torch.arange(len(x)) % 8)
 
 
-@pytest.mark.thorough(but=["with_bodies"])
 @pytest.mark.parametrize("call", [with_bodies, with_a_break, pooled, loss])
 def test_odd_models(call: Callable[..., Any]) -> None:
     model = Of(call, gru=nn.GRU(8, 8, bidirectional=False), head=line(8))

@@ -98,7 +98,6 @@ def test_every_node_decision_and_cast_is_on_the_page(report: autoamp.Report) -> 
     assert bodies == [s.key for s in report.sections if s.body]
 
 
-@pytest.mark.thorough
 def test_reasons_stand_in_the_order_of_the_summary() -> None:
     # The four denied ops move more bytes than the product, and take less time.
     model = nn.Sequential(nn.Linear(2048, 2048), *(nn.Softplus() for _ in range(4)))
@@ -150,7 +149,6 @@ def test_a_buffer_that_a_float_op_reads_is_no_plumbing() -> None:
 # -- one voice ----------------------------------------------------------------------
 
 
-@pytest.mark.thorough(but=["False"])
 @pytest.mark.parametrize("trains", [True, False])
 def test_the_page_says_the_figures_that_the_summary_prints(trains: bool) -> None:
     model = nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512)).requires_grad_(trains)

@@ -87,7 +87,6 @@ def page(browser: Browser, written: Path) -> Iterator[Page]:
     assert browser.requests == [written.resolve().as_uri()]
 
 
-@pytest.mark.thorough
 def test_the_first_view_is_closed_modules_without_overlap(page: Page) -> None:
     assert page.shows(page.group("blocks.0"))
     assert not page.shows(page.id_of("exp"))
@@ -103,7 +102,6 @@ def test_the_first_view_is_closed_modules_without_overlap(page: Page) -> None:
     assert page.browser.run(overlaps) == 0
 
 
-@pytest.mark.thorough
 def test_texts_fit_into_their_boxes(page: Page) -> None:
     page.browser.press("E")
     for _ in range(10):  # near by, because far away the widths of texts are rounded
@@ -124,7 +122,6 @@ NAMES = """[...document.querySelectorAll("#names text")].map((e) => {
 })"""
 
 
-@pytest.mark.thorough
 def test_expand_all_shows_the_whole_with_legible_names(
     browser: Browser, tmp_path: Path
 ) -> None:
@@ -250,7 +247,6 @@ def test_a_cast_has_a_shape_and_reasons_of_its_own(page: Page) -> None:
     assert "because its readers compute in" in page.text("#node")
 
 
-@pytest.mark.thorough
 def test_before_the_casts_there_are_none(page: Page) -> None:
     page.browser.press("E")
     assert page.count(".node.cast") > 0
@@ -358,7 +354,6 @@ def test_a_body_is_a_graph_of_its_own(page: Page) -> None:
     assert page.count(".item") > 0
 
 
-@pytest.mark.thorough
 def test_hostile_names_run_nothing(page: Page) -> None:
     page.browser.press("E")
     name = next(
@@ -385,7 +380,6 @@ def test_every_control_has_a_name(page: Page) -> None:
     assert page.browser.run(unnamed) == []
 
 
-@pytest.mark.thorough
 def test_plumbing_is_drawn_on_demand(browser: Browser, tmp_path: Path) -> None:
     report = explained(ResNet((1,)), torch.randn(2, 3, 32, 32))
     report.to_html(tmp_path / "resnet.html")

@@ -255,7 +255,6 @@ def test_a_report_is_plain_text_of_fixed_width_or_follows_a_console() -> None:
     assert "autoamp report: Net" in console.export_text()
 
 
-@pytest.mark.thorough
 def test_the_summary_of_gpt2_fits_a_screen() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=12, n_embd=768, n_head=12, use_cache=False)

@@ -99,7 +99,6 @@ def faults(document: Any, schema: dict[str, tuple[type, ...]]) -> list[str]:
     return found
 
 
-@pytest.mark.thorough
 def test_every_key_is_documented_with_its_type(tmp_path: Path) -> None:
     schema = documented()
     met: set[str] = set()

@@ -55,13 +55,6 @@ CASES: list[tuple[str, dict[str, object], str, dict[str, object]]] = [
 ]
 
 
-@pytest.mark.thorough(
-    but=[
-        'layer_norm-given0-by allow=["layer_norm"]: -then0',
-        'linear-given2-by leaving out keep=["body"]: -then2',
-        "linear-given5-by do_no_harm=False: -then5",
-    ]
-)
 @pytest.mark.usefixtures("bf16_units")
 @pytest.mark.parametrize(("op", "given", "words", "then"), CASES)
 def test_the_option_that_is_named_makes_the_node_low(
@@ -102,7 +95,6 @@ class Odd(nn.Module):
         return out.cumsum(0), h.topk(2)[0].exp()
 
 
-@pytest.mark.thorough(but=["given0", "given3"])
 @pytest.mark.usefixtures("bf16_units")
 @pytest.mark.parametrize(
     "given",

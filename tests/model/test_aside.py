@@ -84,7 +84,6 @@ def test_the_method_and_a_dynamo_that_is_off_are_named(x: Tensor, caplog) -> Non
     says(second, "Dynamo is switched off")
 
 
-@pytest.mark.thorough
 def test_calls_that_compute_nothing_now_and_then(x: Tensor) -> None:
     model = Of(lambda m, x: None if x is None else m.inner(x), inner=mlp())
     converted(model, strict=False)
@@ -179,7 +178,6 @@ CANNOT = {
 }
 
 
-@pytest.mark.thorough(but=["Looped", "nested"])
 @pytest.mark.parametrize("make", CANNOT, ids=lambda f: f.__name__)
 def test_a_model_that_cannot_be_captured_runs_under_autocast_from_some_call_on(
     make: Callable[[], nn.Module],
@@ -248,7 +246,6 @@ def many_shapes(model: nn.Module, shapes: int = 10) -> None:
             model(torch.randn(rows, WIDTH))
 
 
-@pytest.mark.thorough
 def test_past_the_recompile_limit_modules_inside_are_captured() -> None:
     model = converted(mlp(), strict=False)
     many_shapes(model)
@@ -257,7 +254,6 @@ def test_past_the_recompile_limit_modules_inside_are_captured() -> None:
     assert coverage.low_flops == coverage.flops
 
 
-@pytest.mark.thorough
 def test_the_recompile_limit_raises_under_strict() -> None:
     """Of a model that multiplies in its own code, and calls no module."""
     model = Of(lambda m, x: functional.linear(x, m.fc.weight), fc=nn.Linear(WIDTH, 4))
@@ -307,7 +303,6 @@ def test_the_recompile_limit_is_said_once(
 # -- how much is captured --------------------------------------------------------------
 
 
-@pytest.mark.thorough
 def test_hooks_that_break_every_graph_end_the_capture(caplog) -> None:
     seen: list[float] = []
     caplog.set_level(logging.INFO, "autoamp")
@@ -369,7 +364,6 @@ def look_{0}(x, seen):
 
 
 @pytest.mark.parametrize("functions", [12, 90])
-@pytest.mark.thorough
 def test_python_that_gives_no_graph_counts(functions: int, caplog) -> None:
     """A layer after code that Dynamo traces and finds little to compute in."""
     names: dict[str, Any] = {}

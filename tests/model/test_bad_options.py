@@ -168,7 +168,6 @@ def test_rewrite_knows_the_modules_of_the_graph() -> None:
         says(raised, option="exact_casts")
 
 
-@pytest.mark.thorough
 @pytest.mark.usefixtures("off_again")
 def test_the_automatic_mode_warns_of_what_fitted_no_model(caplog) -> None:
     autoamp.enable(keep=["head", "haed", "0"], **BF16)
@@ -203,7 +202,6 @@ def test_a_question_says_where_options_go(question: str) -> None:
         says(raised, f"{question}()", option=f"options={{\"{option}\": 'bf16'}}")
 
 
-@pytest.mark.thorough(but=["TakesAPrecision"])
 @pytest.mark.parametrize("kind", [TakesAPrecision, TakesAnything])
 def test_a_keyword_of_the_models_own_goes_to_the_model(kind: type[nn.Linear]) -> None:
     for model in models(kind):

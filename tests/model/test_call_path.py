@@ -179,7 +179,6 @@ def test_a_layer_of_torch_script_runs_as_it_is(how: str, x: Tensor) -> None:
     assert any(row.is_low for row in autoamp.report(model).ops)
 
 
-@pytest.mark.thorough(but=["good"])
 @pytest.mark.parametrize("first", ["good", "bad"])
 def test_calls_after_one_that_raises_are_converted(first: str, x: Tensor) -> None:
     """One refuses three rows, as code that looks at its arguments does."""
@@ -257,7 +256,6 @@ class Wrapped(Layer):
         self.forward = forward
 
 
-@pytest.mark.thorough(but=["mod", "torch"])
 @pytest.mark.parametrize("name", NAMES)
 def test_keyword_arguments_have_any_name(name: str, x: Tensor) -> None:
     factor = torch.randn(WIDTH)
@@ -270,7 +268,6 @@ def test_keyword_arguments_have_any_name(name: str, x: Tensor) -> None:
             assert torch.equal(model.forward(x, **{name: factor}), expected)
 
 
-@pytest.mark.thorough(but=["mod-False", "self-True"])
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("name", ["mod", "self", "kwargs"])
 def test_so_have_those_of_a_child(name: str, whole: bool, x: Tensor) -> None:

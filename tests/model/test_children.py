@@ -128,7 +128,6 @@ def check_training(plain: nn.Module, net: nn.Module, precision: str) -> None:
     assert {op.module for op in products} <= {path for path, _ in net.named_modules()}
 
 
-@pytest.mark.thorough(but=["bf16-is_private", "fp16-plays_two_parts"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_they_are_captured_whatever_calls_them(
@@ -187,7 +186,6 @@ def lightning_fit(**options: Any) -> nn.Module:
     return net
 
 
-@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_lightning_module_that_logs(precision: str, caplog) -> None:
@@ -312,7 +310,6 @@ def test_parts_that_are_alike_share_graphs_unless_options_name_some() -> None:
     assert one_by_one([8] * 4, keep=["1"]) == 2
 
 
-@pytest.mark.thorough
 def test_captures_of_parts_are_bounded(caplog) -> None:
     assert one_by_one([*range(2, 82)]) < 70
     (told,) = warned(caplog)
@@ -355,7 +352,6 @@ class Checkpointed(nn.Module):
         return self.switched_off(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.thorough(but=["False-False"])
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("automatic", [True, False])
 def test_a_checkpoint_around_a_graph_break_is_captured_both_times(

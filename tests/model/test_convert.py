@@ -112,7 +112,6 @@ def test_second_convert_changes_options_without_wrapping_twice(x: Tensor) -> Non
     assert model.__dict__ == contents
 
 
-@pytest.mark.thorough
 def test_a_wrapper_put_over_a_converted_model_survives(x: Tensor) -> None:
     """As accelerate puts one there where it prepares a model that is converted."""
     model = mlp()
@@ -130,7 +129,6 @@ def test_a_wrapper_put_over_a_converted_model_survives(x: Tensor) -> None:
     assert is_rounded(converted(model)(x), exact)
 
 
-@pytest.mark.thorough(but=["deleted"])
 @pytest.mark.parametrize("how", ["replaced", "deleted"])
 def test_a_forward_that_is_taken_away_is_told_once_and_converted_again(
     how: str, x: Tensor, caplog
@@ -182,7 +180,6 @@ def test_a_part_then_its_parent(x: Tensor) -> None:
     assert runs(model.inner) == 2
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("make", [Block, Broken, lambda: outer(Broken())])
 def test_twenty_models_of_one_class(make: Callable[[], nn.Module], x: Tensor) -> None:
     for model in [converted(make(), strict=False) for _ in range(20)]:
@@ -197,7 +194,6 @@ def test_twenty_models_of_one_class(make: Callable[[], nn.Module], x: Tensor) ->
 # -- threads ---------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
 @pytest.mark.skipif(
     torch.version.cuda is not None and not torch.cuda.is_available(),
     reason="without a GPU, a CUDA build (2.11) frees what it guards devices with, with "
@@ -256,7 +252,6 @@ def test_example_inputs_capture_at_once_and_leave_no_trace(x: Tensor) -> None:
     assert len(autoamp.report(model).graphs) == 1
 
 
-@pytest.mark.thorough
 def test_failing_example_inputs_leave_the_model_as_it_was(x: Tensor) -> None:
     def fails(m: Any, x: Tensor) -> Tensor:
         m.calls += 1
@@ -301,7 +296,6 @@ def test_a_compiler_takes_sizes_that_change(loss_scale: Any) -> None:
     assert len(autoamp.report(ours).graphs) == 2  # one for 6, one for every length
 
 
-@pytest.mark.thorough
 def test_inductor_trains_like_eager() -> None:
     """Convolution and batch norm, then a checkpointed MLP."""
 

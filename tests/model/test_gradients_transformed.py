@@ -404,7 +404,6 @@ KNOWN = [
 ]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("name", TABLE)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.filterwarnings(*KNOWN)

@@ -57,7 +57,6 @@ def test_modules_in_a_plain_list_may_be_named() -> None:
 ATTRIBUTES = ["_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"]
 
 
-@pytest.mark.thorough(but=["['wo']-bf16-_keep_in_fp32_modules"])
 @pytest.mark.parametrize("attribute", ATTRIBUTES)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("names", [["wo"], {"wo"}, ("wo.weight",), ["w*o"]], ids=str)
@@ -102,7 +101,6 @@ def test_the_automatic_mode_keeps_them_too() -> None:
     assert fp32_in(model) == WO
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_t5_keeps_its_wo_in_fp16_as_transformers_does(precision: str) -> None:
     transformers = pytest.importorskip("transformers")

@@ -111,7 +111,6 @@ def test_methods_that_compute_are_told_by_their_source(
     assert methods & vars(model).keys() == computing
 
 
-@pytest.mark.thorough
 def test_they_run_rewritten_graphs_and_are_counted() -> None:
     model = Autoencoder()
     plain = copy.deepcopy(model)
@@ -146,7 +145,6 @@ class Counted(Autoencoder):
         return self.parameter_count() if x is None else self.inner.encode(x)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_method_that_computes_nothing_is_no_call(strict: bool, caplog) -> None:
     model = autoamp.convert(Counted(), strict=strict, **BF16)
@@ -191,7 +189,6 @@ class Trained(Autoencoder):
         return loss
 
 
-@pytest.mark.thorough(but=["encode"])
 @pytest.mark.usefixtures("automatic")
 @pytest.mark.parametrize("name", ["encode", "forward", "training_step"])
 def test_seen_from_the_second_call_on_in_the_automatic_mode(name: str) -> None:
@@ -214,7 +211,6 @@ def test_a_method_that_was_taken_before_runs_converted_parts() -> None:
     assert autoamp.report(model.encoder).runs == 2
 
 
-@pytest.mark.thorough
 @pytest.mark.usefixtures("automatic")
 def test_a_module_is_called_before_its_owner_is_made(caplog) -> None:
     """As botorch's `SingleTaskGP` transforms its data before `super().__init__()`."""

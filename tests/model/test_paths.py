@@ -142,7 +142,6 @@ def _check(model: nn.Module, patterns: list[str]) -> None:
     assert expected & {op.module for op in ops if op.precision == "fp32"}
 
 
-@pytest.mark.thorough(but=["1"])
 @pytest.mark.parametrize("seed", range(1, 8))
 def test_each_pattern_keeps_the_modules_it_names(seed: int) -> None:
     chosen = random.Random(seed).sample([*PATTERNS], 1 + seed % 3)
@@ -150,7 +149,6 @@ def test_each_pattern_keeps_the_modules_it_names(seed: int) -> None:
     _check(Net(seed, whole=not small), ["alike.z.b", "tied.a"] if small else chosen)
 
 
-@pytest.mark.thorough
 def test_a_model_that_is_alike_has_its_own_paths() -> None:
     """Models that are alike run the same code: the second captures nothing."""
     for model in (Net(3, whole=False), Net(3, whole=False)):
@@ -163,7 +161,6 @@ def sized() -> nn.Module:
     return Of(lambda m, x: m.n(_break(m.a(x))), a=nn.Linear(4, 4), n=nn.LayerNorm(4))
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("size", "op"), [(6e4, "aten::linear.default in 2.a"), (9e4, "weight 2.a.weight")]
 )

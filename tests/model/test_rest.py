@@ -35,7 +35,6 @@ def test_calls_are_the_models_own_from_the_second_on(training: bool) -> None:
     assert low_ops(model) == 0
 
 
-@pytest.mark.thorough
 @pytest.mark.usefixtures("bf16_units")
 def test_larger_calls_are_captured_again() -> None:
     model = layer().eval()

@@ -76,7 +76,6 @@ def notes(model: nn.Module) -> list[str]:
     return [why for _, why in autoamp.report(model).skipped]
 
 
-@pytest.mark.thorough(but=["pair-Between"])
 @pytest.mark.parametrize("kind", [Between, Checkpointed])
 @pytest.mark.parametrize("name", ["wide", "pair"])
 def test_a_low_call_that_gives_fp32_is_cast_and_said(

@@ -181,9 +181,6 @@ def training_of(name: str, **options: Any) -> Training:
     return Training(FAULTS[name], scale, **options)
 
 
-@pytest.mark.thorough(
-    but=["fp16 product", "fp16 backward", "bf16 product", "bf16 backward region"]
-)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_step_skipped_after_another_names_the_op(name: str, caplog: Any) -> None:
     training = training_of(name)
@@ -230,7 +227,6 @@ class State(Between):
 KINDS = "norm", "instance", "copied", "average", "assigned"
 
 
-@pytest.mark.thorough(but=["norm", "assigned"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_that_no_result_depends_on_is_not_blamed(kind: str) -> None:
     training = Training(lambda: State(kind), 2.0**12, heal=True)
@@ -292,7 +288,6 @@ def test_an_infinity_that_only_the_backward_shows() -> None:
     says(training.skips[1], "NaN", "input.0", op="the gradient of aten::linear.default")
 
 
-@pytest.mark.thorough(but=["bf16 product-True", "bf16 backward-False"])
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("name", ["bf16 product", "bf16 backward"])
 def test_two_models_in_one_optimizer(first: bool, name: str) -> None:
@@ -415,7 +410,6 @@ def test_a_scale_that_is_to_fall_is_no_reason_for_a_rule(caplog) -> None:
     assert not any("steps in a row" in line for line in warned(caplog))
 
 
-@pytest.mark.thorough(but=["fp16 product", "edge"])
 @pytest.mark.parametrize("name", HEALED)
 def test_heal_trains_on(name: str, caplog: Any) -> None:
     make, scale = HEALED[name]
@@ -466,7 +460,6 @@ def test_heal_is_an_option() -> None:
     says(raised, option="heal='yes'")
 
 
-@pytest.mark.thorough(but=BF16_FAULTS[:1] + BF16_FAULTS[2:4] + BF16_FAULTS[5:])
 @pytest.mark.parametrize("name", BF16_FAULTS)
 def test_no_rule_is_proposed_that_fp32_would_not_cure(name: str, caplog: Any) -> None:
     training = training_of(name, heal=True)

@@ -143,14 +143,6 @@ FAULTS = [
 ]
 
 
-@pytest.mark.thorough(
-    but=[
-        "attention-eager",
-        "division-eager",
-        "backward-checkpointed",
-        "loss-checkpointed",
-    ]
-)
 @pytest.mark.parametrize("regions", [False, True], ids=["eager", "checkpointed"])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_the_planted_line_is_blamed(fault: Fault, regions: bool) -> None:

@@ -270,7 +270,6 @@ def test_a_pass_that_edits_has_a_check(each: Pass) -> None:
     assert len(each.run.__doc__ or "") > 20
 
 
-@pytest.mark.thorough(but=["gathers"])
 @pytest.mark.parametrize("each", EDITING, ids=named)
 def test_planted_faults_are_refused(each: Pass) -> None:
     """Each fault that fits a pass, planted in the graph that the pass gives."""

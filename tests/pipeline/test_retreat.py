@@ -73,7 +73,6 @@ def low_products(report: autoamp.Report) -> int:
     return sum(row.is_low for row in report.ops if "linear" in row.op)
 
 
-@pytest.mark.thorough(but=["normalise", "hoist"])
 @pytest.mark.parametrize("name", INSIDE)
 def test_a_bug_in_a_pass_costs_a_region(name: str, monkeypatch) -> None:
     x, plain = torch.randn(4, WIDTH), Net()

@@ -463,7 +463,6 @@ TF32_SCRIPTS: dict[str, set[str]] = {
 """Each script, and the kinds of products that it leaves in TF32."""
 
 
-@pytest.mark.thorough
 def test_prices_follow_torchs_switches_for_tf32() -> None:
     """The switches hold for a whole process, so that each script has a process."""
     program = """

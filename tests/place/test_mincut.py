@@ -89,7 +89,6 @@ def check_optimum(problem: Problem) -> None:
         assert energy(problem, found.source) == found.cost
 
 
-@pytest.mark.thorough
 @settings(max_examples=100)
 @given(problems())
 def test_solve_finds_the_optimum_with_the_fewest_low(problem: Problem) -> None:
@@ -238,7 +237,6 @@ def test_a_contradiction_is_told_as_the_chain(name: str) -> None:
     assert at == sorted(at)
 
 
-@pytest.mark.thorough
 @settings(max_examples=100)
 @given(problems())
 def test_every_contradiction_has_a_chain(problem: Problem) -> None:
@@ -291,7 +289,6 @@ def test_eight_thousand_ops_are_placed_in_a_second() -> None:
     assert seconds < 5  # 1 s is the aim; the rest is for a machine shared with others
 
 
-@pytest.mark.thorough
 @explored(
     80,
     1000,

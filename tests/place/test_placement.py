@@ -25,7 +25,6 @@ def rewritten(program: nn.Module, precision: str = "bf16", **options: Any) -> An
     return small_models.rewritten(program, inputs(), precision, **options)
 
 
-@pytest.mark.thorough
 @settings(max_examples=40)
 @given(programs(), choices(), st.booleans(), st.sampled_from(["time", "memory"]))
 def test_no_legal_placement_is_cheaper(
@@ -67,7 +66,6 @@ def test_another_placement_is_applied_at_its_own_cost(placement: str) -> None:
     assert linears == [True, True]
 
 
-@pytest.mark.thorough
 @settings(max_examples=25)
 @given(programs(), choices())
 def test_every_decision_is_told_and_every_pin_kept(

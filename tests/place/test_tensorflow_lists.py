@@ -278,7 +278,6 @@ def test_the_documentation_has_the_list() -> None:
     assert documented() == {*LISTED, "keep", "results", "one storage"}
 
 
-@pytest.mark.thorough
 @settings(max_examples=25)
 @given(programs())
 def test_nothing_else_is_pinned(program: Program) -> None:

@@ -189,7 +189,6 @@ def test_collectives_by_hand(
 # -- one rank --------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("rows", "head"), [(512, 2048), (4, 8)])
 def test_what_is_extrapolated_is_what_the_whole_takes(rows: int, head: int) -> None:
     """With many rows a step holds most in the head, with few where it ends."""
@@ -226,7 +225,6 @@ class Bent(Deep):
         return super().forward(x.relu() if len(self.layers) > ranks.DEPTHS[1] else x)
 
 
-@pytest.mark.thorough
 def test_what_is_off_the_line_is_captured_whole() -> None:
     with torch.device("meta"):
         model, x = Bent(), torch.empty(8, 64)
@@ -237,7 +235,6 @@ def test_what_is_off_the_line_is_captured_whole() -> None:
         autoamp.plan(model, x, mesh="pp=2", device="cuda:sm_90")
 
 
-@pytest.mark.thorough
 def test_collectives_of_tensor_parallel_layers() -> None:
     """Each layer reduces twice forward; backward once for each product it splits."""
     model, call = named_model(llama(2, heads=4, vocabulary=64), sequence=16)
@@ -255,7 +252,6 @@ def test_collectives_of_tensor_parallel_layers() -> None:
     assert step[AUTOCAST].first.sent.count(low) == 2 * 2
 
 
-@pytest.mark.thorough
 def test_values_are_sent_as_autocast_sends_them_or_lower() -> None:
     """A rank's part is cheap to cast, and still nothing is widened before a gather."""
     name = llama(1, heads=8, vocabulary=1024)
@@ -289,7 +285,6 @@ def test_models_that_cannot_be_split(styles: dict[str, str]) -> None:
     says(raised, *(styles.values() or ["no plan"]))
 
 
-@pytest.mark.thorough
 def test_what_does_not_divide_or_fit_is_named() -> None:
     name = "transformers:LlamaConfig(num_hidden_layers=6, hidden_size=64, vocab_size=8)"
     with pytest.raises(OptionError) as raised:
@@ -322,7 +317,6 @@ def split(odd: int = -1) -> Any:
         return Split(odd), ((torch.empty(4096, 64),), {})
 
 
-@pytest.mark.thorough
 def test_ranks_that_part_are_named() -> None:
     found = plan.plan_of(
         lambda: split(odd=1), plan.Asked(mesh="tp=2", device="cuda:sm_90")
@@ -331,7 +325,6 @@ def test_ranks_that_part_are_named() -> None:
     assert "All 2 ranks" not in str(found)
 
 
-@pytest.mark.thorough
 def test_a_factory_that_splits_its_model_itself(tmp_path, monkeypatch) -> None:
     (tmp_path / "split_net.py").write_text(
         "from tests.planning.test_meshes import split\n\n\n"
@@ -354,7 +347,6 @@ def test_a_factory_that_splits_its_model_itself(tmp_path, monkeypatch) -> None:
     assert (row["kind"], row["count"]) == ("all-reduce", 1)
 
 
-@pytest.mark.thorough
 def test_graphs_on_dtensors_are_rewritten() -> None:
     """A rank's products are low: what is reduced forward, and what is kept, is low."""
     with torch.device("meta"), as_rank(0, 2):
@@ -497,7 +489,6 @@ def test_options_of_a_mesh_need_one() -> None:
         says(result.output, option=["--node", "--mesh"])
 
 
-@pytest.mark.thorough
 def test_figures_have_the_weights_of_one_device() -> None:
     model, x = deep()
     found = autoamp.plan(model, x, mesh="dp=8", device="cuda:sm_90")

@@ -101,7 +101,6 @@ def run(block: Block, names: dict[str, Any]) -> None:
 
 
 # torch's own, where it copies and saves exported programs.
-@pytest.mark.thorough(but=["docs/page.md"])
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
 @pytest.mark.parametrize(
     "page",

@@ -24,15 +24,6 @@ def examples() -> list[doctest.DocTest]:
     return [test for test in found if test.examples]
 
 
-@pytest.mark.thorough(
-    but=[
-        "autoamp.api.convert",
-        "autoamp.budget.budget.Budget",
-        "autoamp.kernels.functions.norms.rms_norm",
-        "autoamp.questions.explain",
-        "autoamp.trace.regions.Regions",
-    ]
-)
 @pytest.mark.parametrize("test", examples(), ids=lambda test: test.name)
 def test_example_runs(test: doctest.DocTest) -> None:
     torch.manual_seed(0)

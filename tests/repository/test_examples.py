@@ -27,7 +27,6 @@ from examples import train_digits as example
 SCRIPT = Path(example.__file__)
 
 
-@pytest.mark.thorough
 def test_training_learns() -> None:
     train_x, train_y, test_x, test_y = example.load_images()
     model = example.make_model(0)
@@ -71,7 +70,6 @@ def test_the_demo_agrees_to_two_points_and_fits_a_screen() -> None:
 # -- the other examples: each checks its own result ------------------------------------
 
 
-@pytest.mark.thorough(but=["examples.own_backend-"])
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [

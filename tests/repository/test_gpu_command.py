@@ -115,7 +115,6 @@ def test_a_piece_that_takes_too_long_is_ended_with_its_processes(tmp_path) -> No
     assert gpu.within(20.0, [sys.executable, "-c", "raise SystemExit(7)"]) == 7
 
 
-@pytest.mark.thorough
 def test_a_signal_ends_what_was_begun(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     words = [sys.executable, "-c", SLEEPS, str(file)]
@@ -242,7 +241,6 @@ def found(module: str, names: list[str], at_once: int, limit: float) -> dict[str
     return {job.name: row for job, row in rows(jobs, at_once=at_once, limit=limit)}
 
 
-@pytest.mark.thorough
 def test_turns_do_not_overlap_and_begin_when_all_are_ready(module: str) -> None:
     every = found(module, ["late-a", "quick-b", "quick-c"], at_once=3, limit=60)
     spans = [row["ways"] for row in every.values()]

@@ -141,7 +141,6 @@ def test_a_library_that_a_user_names_may_be_missing(library: str) -> None:
     assert f"{library} is not installed (pip install {library})" in text
 
 
-@pytest.mark.thorough
 def test_what_may_be_missing_is_in_the_extra_that_the_error_names() -> None:
     providers = metadata.packages_distributions()
     for module, (extra, file) in GUARDED.items():

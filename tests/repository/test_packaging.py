@@ -50,7 +50,6 @@ def dist(tmp_path_factory) -> tuple[Path, Path]:
     return wheel, sdist
 
 
-@pytest.mark.thorough
 def test_wheel_holds_the_package_and_the_rules(dist: tuple[Path, Path]) -> None:
     names = zipfile.ZipFile(dist[0]).namelist()
     assert {f"autoamp/_rules/{name}" for name in RULES} <= set(names)
@@ -90,7 +89,6 @@ def test_sdist_holds_what_a_build_and_a_test_run_need(dist: tuple[Path, Path]) -
     } <= names
 
 
-@pytest.mark.thorough
 def test_wheel_built_from_the_sdist_is_the_same(
     dist: tuple[Path, Path], tmp_path
 ) -> None:

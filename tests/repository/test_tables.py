@@ -180,7 +180,6 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch) -> N
     assert file.read_text() == "old"
 
 
-@pytest.mark.thorough
 def test_a_hash_of_what_is_emitted_shows_a_change(
     tmp_path, monkeypatch, capsys
 ) -> None:
@@ -345,7 +344,6 @@ def test_a_missing_gradient_is_not_overlooked() -> None:
     says(raised, "0.weight")
 
 
-@pytest.mark.thorough
 def test_autocast_measures_as_itself_and_fp32_as_exact() -> None:
     case = BY_NAME["mlp"]
     record = compare_with_autocast(case, lambda model: model)

@@ -24,7 +24,6 @@ from tests.strategies import Program, choices, inputs, programs
 WIDTH = 8
 
 
-@pytest.mark.thorough
 @settings(max_examples=40)
 @given(programs(), choices())
 def test_no_value_is_cast_twice_in_one_place(
@@ -51,7 +50,6 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.thorough(but=["weight-True", "view of turned-True", "turned piece-False"])
 @pytest.mark.parametrize("free", [True, False])
 @pytest.mark.parametrize("view", VIEWS)
 def test_the_gradient_of_a_weight_used_often_is_exact(free: bool, view: str) -> None:

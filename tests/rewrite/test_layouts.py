@@ -113,7 +113,6 @@ def cloned(model: nn.Module, x: Tensor, sizes: set[tuple[int, ...]]) -> int:
     return sum(tuple(e.input_shapes[0]) in sizes for e in clones)
 
 
-@pytest.mark.thorough(but=["patches_of_swin"])
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
@@ -130,7 +129,6 @@ def test_a_norm_copies_no_rows_that_lie_in_memory(
     assert cloned(converted(model), x, sizes) == 0
 
 
-@pytest.mark.thorough
 def test_copies_are_refreshed_after_a_step_and_permuted_by_it() -> None:
     model, x = model_of("residual_blocks"), image()
     plain = copy.deepcopy(model)
@@ -177,7 +175,6 @@ def test_a_weight_is_shared_in_both_layouts() -> None:
             weight.mul_(1.5)
 
 
-@pytest.mark.thorough
 def test_a_batch_of_another_size_is_laid_out_too() -> None:
     model = converted(model_of("residual_blocks"))
     plain = autoamp.revert(copy.deepcopy(model))
@@ -195,7 +192,6 @@ def test_the_report_says_it() -> None:
     assert "channels last" in report.why("conv2d")
 
 
-@pytest.mark.thorough
 def test_the_report_counts_the_copies_of_both_layouts(monkeypatch) -> None:
     model = converted(model_of("residual_blocks"))
     model(image())

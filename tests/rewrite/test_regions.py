@@ -154,7 +154,6 @@ def both(
     return found
 
 
-@pytest.mark.thorough(but=["on-fp16"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("program", ALL_INSIDE, ids=lambda p: p.__name__)
 def test_a_region_of_the_models_own_is_left_to_it(
@@ -165,7 +164,6 @@ def test_a_region_of_the_models_own_is_left_to_it(
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.thorough(but=["nested"])
 @pytest.mark.parametrize("program", ALL_INSIDE, ids=lambda p: p.__name__)
 def test_a_model_trains_in_its_own_regions(program: Program) -> None:
     (expected, true_grads), (found, grads) = both(program, "bf16", training=True)
@@ -175,7 +173,6 @@ def test_a_model_trains_in_its_own_regions(program: Program) -> None:
     assert relative_error(grads, true_grads) < 1e-6  # sums in another order
 
 
-@pytest.mark.thorough(but=["bf16-False", "fp16-False", "fp16-True"])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_what_reads_a_regions_results_has_the_dtypes_it_had(

@@ -131,7 +131,6 @@ def writable(value: Tensor) -> bool:
     return True
 
 
-@pytest.mark.thorough(but=["4-False-fp16"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("images", [False, True])
 @pytest.mark.parametrize("seed", range(5))

@@ -108,7 +108,6 @@ def pair(
     return made[0], made[1]
 
 
-@pytest.mark.thorough(but=["bf16"])
 def test_gradients_are_the_same_bits(pair: tuple[nn.Module, nn.Module]) -> None:
     ours, apart = pair
     assert calls_of(graph_of(ours), *TOGETHER)
@@ -154,7 +153,6 @@ def of_computed_weights(model: Any) -> list[Tensor | None]:
 WAYS = [accumulated, of_one_weight, of_gradients, in_a_batch, of_computed_weights]
 
 
-@pytest.mark.thorough(but=["bf16-accumulated", "bf16-of_one_weight"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_gradients_are_the_same_bits_however_they_are_taken(
@@ -211,7 +209,6 @@ def history(node: Any) -> set[str]:
     return {type(each).__name__ for each in found}
 
 
-@pytest.mark.thorough
 def test_groups_are_no_larger_than_the_limits(monkeypatch) -> None:
     model = converted(Net(depth=together.MOST + 3), "bf16")
     gradients(model)
@@ -287,7 +284,6 @@ def an_index_beyond(call: fx.Node, first: fx.Node, second: fx.Node) -> None:
     first.args = (call, len(call.args))
 
 
-@pytest.mark.thorough(but=["another_kind_of_use"])
 @pytest.mark.parametrize(
     "fault",
     [

@@ -71,7 +71,6 @@ def test_the_gradients_are_the_same_bits_without_the_selects() -> None:
     assert all(map(torch.equal, ours, theirs))
 
 
-@pytest.mark.thorough(but=["partly", "written", "returned"])
 @pytest.mark.parametrize("function", [partly, twice, written, returned])
 def test_other_selects_stay(function: Callable[..., Any]) -> None:
     assert trained(function)[1] >= 2

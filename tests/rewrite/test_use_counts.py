@@ -118,7 +118,6 @@ def check(program: Callable[..., Tensor], backend: str) -> None:
 
 
 # One region and two graphs are the same code as two regions.
-@pytest.mark.thorough(but=["one_forward"])
 @pytest.mark.parametrize("program", some_slow(PROGRAMS, lambda p: p is two_checkpoints))
 def test_gradient_is_the_number_of_uses(program: Callable[..., Tensor]) -> None:
     check(program, "eager")

@@ -344,7 +344,6 @@ def changes(name: str, found: set[str]) -> dict[str, set[str]]:
     return {"torch has added": found - listed, "torch has dropped": listed - found}
 
 
-@pytest.mark.thorough(but=["torch-cpu"])
 @pytest.mark.parametrize("name", KEYS)
 def test_compatibility_sets_are_what_the_dispatcher_has(name: str) -> None:
     found = registered()[KEYS[name]]

@@ -129,7 +129,6 @@ def precision_of(name: str) -> str:
     return "fp32" if name in ("fp32", "fp32 by hand") else "bf16"
 
 
-@pytest.mark.thorough(but=QUICK)
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_results_are_autocasts(name: str) -> None:
     result, row = ran(FOLLOWED[name])
@@ -137,7 +136,6 @@ def test_results_are_autocasts(name: str) -> None:
     assert (row.origin, row.precision) == ("its author", precision_of(name))
 
 
-@pytest.mark.thorough(but=QUICK)
 @pytest.mark.usefixtures("bf16_units")
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_no_price_decides(name: str) -> None:
@@ -222,7 +220,6 @@ class Silu(torch.autograd.Function):
         return result
 
 
-@pytest.mark.thorough(but=["torch.float32", "torch.float16", "None"])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16, None, "undecorated"], ids=str)
 def test_no_kernel_overrides_custom_fwd(dtype: Any) -> None:

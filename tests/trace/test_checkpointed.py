@@ -50,7 +50,6 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.thorough(but=["False"])
 @pytest.mark.parametrize("branches", [False, True])
 def test_regions_in_regions(branches: bool) -> None:
     model, x = Regions(branches), torch.randn(4, WIDTH)
@@ -62,7 +61,6 @@ def test_regions_in_regions(branches: bool) -> None:
     assert "bf16" in {row.precision for row in autoamp.report(model).ops}
 
 
-@pytest.mark.thorough(but=["False"])
 @pytest.mark.parametrize("branches", [False, True])
 def test_regions_of_a_graph_the_pass_failed_on(branches: bool, monkeypatch) -> None:
     """They run as in the model: the same dropout mask twice, and branches too."""

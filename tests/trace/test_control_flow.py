@@ -187,7 +187,6 @@ CASES: dict[str, tuple[type[Layers], dict[str, Any], list[str]]] = {
 """A model, options, and ops that are low in its bodies."""
 
 
-@pytest.mark.thorough(but=["mapped"])
 @pytest.mark.parametrize("name", CASES)
 def test_no_worse_than_autocast(name: str) -> None:
     kind, options, low = CASES[name]
@@ -234,7 +233,6 @@ def test_gradients_of_a_weight_are_summed_in_fp32_round_a_loop() -> None:
     assert model.fc.weight.grad.item() == times
 
 
-@pytest.mark.thorough(but=["False"])
 @pytest.mark.parametrize("trains", [True, False])
 def test_what_goes_round_takes_a_gradient_where_the_loop_does(trains: bool) -> None:
     """Then two reads of its low copy sum their gradients in fp32."""
@@ -281,7 +279,6 @@ def test_the_condition_of_a_loop_stays_fp32() -> None:
     assert not [row for row in autoamp.report(model).ops if row.body == "body_0"]
 
 
-@pytest.mark.thorough
 def test_sizes_stay_symbolic() -> None:
     model, plain = twins(Recurrent)
     converted(model)
@@ -379,7 +376,6 @@ def text_of(gm: fx.GraphModule) -> list[str]:
     return found
 
 
-@pytest.mark.thorough(but=["Branches"])
 @pytest.mark.parametrize("kind", [Nested, Branches, Scanned])
 def test_rewriting_twice_changes_nothing(kind: type[Layers]) -> None:
     torch.manual_seed(0)
@@ -395,7 +391,6 @@ def test_rewriting_twice_changes_nothing(kind: type[Layers]) -> None:
     assert 0 < relative_error(list(found), list(expected)) < 0.05
 
 
-@pytest.mark.thorough
 def test_exported_branches_are_rewritten() -> None:
     model, plain = twins(Branches)
     inputs = given()[0], torch.randn(BATCH, WIDTH)

@@ -56,7 +56,6 @@ def test_the_parts_give_the_ops_numbers_to_the_bit(
     assert len(calls) == 4
 
 
-@pytest.mark.thorough(but=["none-False", "both-True"])
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("kind", MASKS)
 def test_it_is_no_less_true_than_autocast(kind: str, norm_first: bool) -> None:

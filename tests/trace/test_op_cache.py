@@ -116,7 +116,6 @@ def assert_equal(model: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
 SLOW = LARGE | {"bert"}
 
 
-@pytest.mark.thorough(but=["grad_cam", "in_place"])
 @pytest.mark.parametrize("name", some_slow(BY_NAME, SLOW.__contains__))
 def test_graphs_of_models_are_those_of_a_trace(name: str) -> None:
     case = BY_NAME[name]
@@ -268,15 +267,6 @@ PROGRAMS = (
 )
 
 
-@pytest.mark.thorough(
-    but=[
-        "frozen-signs_of_zero",
-        "frozen-other_dtypes",
-        "trained-signs_of_zero",
-        "trained-modes",
-        "trained-random",
-    ]
-)
 @pytest.mark.parametrize("program", PROGRAMS, ids=[p.__name__ for p in PROGRAMS])
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 def test_odd_programs(program: Callable[[Tensor], Tensor], trained: bool) -> None:

@@ -51,7 +51,6 @@ class Writes(Mapped):
         return copied * self.scale
 
 
-@pytest.mark.thorough(but=["Mapped"])
 @pytest.mark.parametrize("kind", [Mapped, Nested, Differentiated, Writes])
 def test_a_transform_inside_a_model_is_captured(kind: type[Mapped]) -> None:
     model = kind()

@@ -98,7 +98,6 @@ REPEATED = tuple(
 """Writes of which `write_div` is the quick one; all three are quick on one forward."""
 
 
-@pytest.mark.thorough(but=["cpu-write_column_on_base_and_view"])
 @pytest.mark.parametrize("name", some_slow(SCRIPTS, REPEATED.__contains__))
 def test_the_scale_changes_no_bit(name: str) -> None:
     script = SCRIPTS[name]
@@ -127,7 +126,6 @@ def aot() -> Any:
     return lookup_backend("aot_eager")
 
 
-@pytest.mark.thorough(but=["cpu-returns_base_and_view"])
 @pytest.mark.parametrize("name", some_slow(COMPILED, lambda n: n not in SAMPLE))
 def test_compiled_graphs_too(name: str) -> None:
     check_compiled(name, aot())
@@ -161,7 +159,6 @@ def gradients(case: Case, **options: Any) -> Seen:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.thorough
 @explored(4, 200, lambda most: (programs(most=most), st.integers(-8, 20)))
 def test_random_programs_do_not_feel_the_scale(program: Program, power: int) -> None:
     seen = []
@@ -210,7 +207,6 @@ COMPARED = ["mlp", "tied_lm", "finfo_mask", "in_place"]
 BY_COMPILER = [f"{name} compiled" for name in COMPARED]
 
 
-@pytest.mark.thorough(but=["cpu-mlp"])
 @pytest.mark.parametrize(
     "name", [*COMPARED, *some_slow(BY_COMPILER, BY_COMPILER[:-1].__contains__)]
 )
@@ -274,7 +270,6 @@ def third_order(model: nn.Module, x: Tensor, order: int) -> Tensor:
     return total
 
 
-@pytest.mark.thorough(but=["cpu-3-bf16-False"])
 @pytest.mark.parametrize(("precision", "conv"), each_with_one(EPS, (False, True)))
 @pytest.mark.parametrize("order", some_slow((2, 3), lambda order: order == 2))
 def test_derivatives_of_derivatives(precision: str, order: int, conv: bool) -> None:
@@ -306,7 +301,6 @@ def said(caplog) -> list[str]:
     return [r.message for r in caplog.records if "create_graph=True" in r.message]
 
 
-@pytest.mark.thorough
 def test_a_compiled_model_is_differentiated_twice_from_the_next_call_on(caplog) -> None:
     torch._dynamo.reset()
     model = converting(loss_scale=S, backend=aot())(Net())
@@ -342,7 +336,6 @@ def often(precision: str) -> nn.Module:
     return converting(precision, loss_scale=8.0)(model)
 
 
-@pytest.mark.thorough(but=["cpu-fp16"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_weight_used_often_gets_every_use(precision: str) -> None:
     """2048 + 21 is a number of neither bf16 nor fp16: its uses are summed in fp32.
@@ -358,7 +351,6 @@ def test_a_weight_used_often_gets_every_use(precision: str) -> None:
 # -- a scale that moves ----------------------------------------------------------------
 
 
-@pytest.mark.thorough(but=["cpu-eager"])
 @pytest.mark.parametrize("backend", ["eager", "aot"])
 def test_a_scale_that_moves_is_the_forwards_own(backend: str) -> None:
     scale = autoamp.DynamicLossScale(init_scale=S)
@@ -507,7 +499,6 @@ OVERFLOWS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]
 }
 
 
-@pytest.mark.thorough(but=["cpu-plain", "cpu-written"])
 @pytest.mark.parametrize("name", OVERFLOWS)
 def test_the_flag_is_set_by_what_is_not_finite(name: str) -> None:
     make, args_of = OVERFLOWS[name]

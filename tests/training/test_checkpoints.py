@@ -100,7 +100,6 @@ def resumed(saved: bytes, order: str) -> Training:
     return training
 
 
-@pytest.mark.thorough(but=["converted, loaded-3"])
 @pytest.mark.parametrize("at", some_slow((1, 3, 7), lambda at: at != 3))
 @pytest.mark.parametrize("order", ORDERS)
 def test_resumed_training_goes_on_bit_for_bit(order: str, at: int) -> None:
@@ -119,7 +118,6 @@ def test_resumed_training_goes_on_bit_for_bit(order: str, at: int) -> None:
     assert state["scale"] == 2.0**15
 
 
-@pytest.mark.thorough(but=["named, loaded", "converted, loaded"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_saved_again_before_the_first_step(order: str) -> None:
     whole = Training().convert()

@@ -142,7 +142,6 @@ def step_with(model: nn.Module, optimizer: Optimizer, seed: int) -> None:
     optimizer.step()
 
 
-@pytest.mark.thorough(but=["SGD", "Adam-foreach", "AdamW-fused", "RAdam", "OldStyle"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_and_state_are_those_of_an_fp32_model(name: str) -> None:
     half, full = Weights(BF16), Weights(torch.float32)
@@ -200,7 +199,6 @@ def train_once(model: nn.Module, optimizer: Optimizer, x: Tensor | None = None) 
     optimizer.step()
 
 
-@pytest.mark.thorough(but=["dtype1"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_capture_between_backward_and_step(dtype: torch.dtype) -> None:
     """A second micro batch of another size, and a validation, meet fp32 gradients."""
@@ -534,7 +532,6 @@ def test_nothing_of_a_half_model_is_lowered() -> None:
     assert autoamp.report(model).runs == 1
 
 
-@pytest.mark.thorough(but=["fp16"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_model_half_of_which_is_half(precision: str) -> None:
     parts = {"body": mlp(FP16), "head": nn.Linear(4, 2)}

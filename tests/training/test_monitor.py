@@ -140,7 +140,6 @@ def trained_by_hugging_face(folder, callbacks, model) -> None:
     trainer.train()
 
 
-@pytest.mark.thorough
 def test_hugging_face(tmp_path) -> None:
     curves = Curves()
     model = autoamp.convert(Regression(), **OPTIONS)
@@ -155,7 +154,6 @@ def test_hugging_face_lends_no_writer(tmp_path) -> None:
         trained_by_hugging_face(tmp_path, [autoamp.Monitor()], model)
 
 
-@pytest.mark.thorough
 def test_every_event_of_both_trainers_is_answered() -> None:
     from pytorch_lightning import Callback
     from transformers import TrainerCallback

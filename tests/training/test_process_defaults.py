@@ -116,7 +116,6 @@ def _equals_plainly(precision: str, found: tuple[Any, list[Tensor], object]) -> 
     assert all(map(torch.equal, found[1], plain[1]))
 
 
-@pytest.mark.thorough(but=["fp16-float64"])
 @pytest.mark.parametrize("process", PROCESSES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_training_under_defaults_of_the_process(precision: str, process: str) -> None:
@@ -126,7 +125,6 @@ def test_a_training_under_defaults_of_the_process(precision: str, process: str) 
     _equals_plainly(precision, found)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_model_converted_in_inference_mode_is_trained(precision: str) -> None:
     _equals_plainly(precision, _trained(precision, torch.inference_mode()))

@@ -83,7 +83,6 @@ def _step(model: nn.Module, optimizer: Any, *bad: bool) -> bool:
     return bool(optimizer.step_was_skipped)
 
 
-@pytest.mark.thorough(but=["fp16-batch norm"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("options", [FP16, GUARDED], ids=["fp16", "guard"])
 def test_a_skipped_step_leaves_all_state(name: str, options: dict[str, Any]) -> None:
@@ -119,7 +118,6 @@ def test_what_others_write_is_not_undone() -> None:
     assert not HOLDING
 
 
-@pytest.mark.thorough
 def test_the_statistics_of_a_critic_are_undone_with_the_generators_step() -> None:
     scale = autoamp.DynamicLossScale(8.0)
     maker, of_maker = _made(_norm(), **FP16, loss_scale=scale)

@@ -68,7 +68,6 @@ class Gan:
 
 
 # Dynamo's own question, about what the generator hands to the critic.
-@pytest.mark.thorough(but=["cpu-True-True"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("set_to_none", [False, True])
@@ -113,7 +112,6 @@ def test_one_scale_given_to_two_models() -> None:
 # -- what becomes of an optimizer ------------------------------------------------------
 
 
-@pytest.mark.thorough(but=["cpu-no"])
 @pytest.mark.parametrize("scheduled", ["no", "before", "after"])
 def test_revert_gives_step_back_and_convert_takes_it_again(scheduled: str) -> None:
     model, bystander = mlp(), converted()  # whose hook sees every step

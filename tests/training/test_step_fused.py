@@ -53,16 +53,6 @@ def make(label: str, model: nn.Module) -> Any:
     return name(OPTIMIZERS[label](model), model)
 
 
-@pytest.mark.thorough(
-    but=[
-        "cpu-Adam-fused-0",  # not Adagrad: torch 2.11 has none that is fused
-        "cpu-Adam-fused-1",
-        "cpu-AdamW-fused-1",
-        "cpu-AdamW-fused-3",
-        "cpu-SGD-fused-0",
-        "cpu-SGD-fused-3",
-    ]
-)
 @pytest.mark.parametrize("bad", [0, 1, 3])
 @pytest.mark.parametrize("label", FUSED)
 @pytest.mark.usefixtures("as_on_gpu")

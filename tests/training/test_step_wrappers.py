@@ -127,7 +127,6 @@ def automatic(given: Accelerator, optimizers: int) -> Any:
 WAYS = [prepared_first, converted_first, met, automatic]
 
 
-@pytest.mark.thorough(but=["1-2-prepared_first"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("optimizers", "accumulated"), [(1, 1), (1, 2), (2, 1)])
 def test_schedules_are_those_under_accelerates_own_scaler(

@@ -33,7 +33,6 @@ def refreshed_in(model: nn.Module, calls: int) -> int:
     return sum(g.copies.refreshed for g in state.engine.record.graphs if g.copies)
 
 
-@pytest.mark.thorough
 def test_a_loaded_model_casts_its_weights_once(loaded: hf.GPT2LMHeadModel) -> None:
     before = {n: p.clone() for n, p in loaded.named_parameters()}
     objects = [id(p) for p in loaded.parameters()]

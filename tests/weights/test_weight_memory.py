@@ -37,7 +37,6 @@ def test_caching_comes_back_when_the_array_is_gone() -> None:
         assert refreshed(model) == before
 
 
-@pytest.mark.thorough(but=["data_ptr", "storage", "dlpack"])
 @pytest.mark.parametrize(
     "look",
     [

@@ -139,7 +139,6 @@ def compare_gradients(
     assert relative_error(found, expected) < CLOSE
 
 
-@pytest.mark.thorough(but=["every call"])
 @pytest.mark.parametrize(
     ("make", "exchange", "options"),
     [
@@ -254,7 +253,6 @@ def compare_training(change: Callable[[nn.Module], None], precision: str) -> Non
     assert autoamp.is_converted(other)
 
 
-@pytest.mark.thorough(but=["moved-bf16"])
 @pytest.mark.usefixtures("swapping")
 @pytest.mark.parametrize(
     ("change", "precision"), each_with_one([moved, halved, loaded], ["bf16", "fp16"])
@@ -265,7 +263,6 @@ def test_modules_that_swap_their_parameters(
     compare_training(change, precision)
 
 
-@pytest.mark.thorough(but=["fp16"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_parameters_swapped_by_hand(precision: str) -> None:
     compare_training(swapped, precision)
@@ -322,7 +319,6 @@ def offloaded_typed(model: nn.Module) -> None:
             p.copy_(0.5 * value)
 
 
-@pytest.mark.thorough(but=["offloaded-bf16"])
 @pytest.mark.parametrize(
     ("change", "precision"),
     each_with_one([offloaded, offloaded_typed], ["bf16", "fp16"]),
@@ -358,7 +354,6 @@ def write_at(address: int, like: Tensor) -> None:
     ctypes.memmove(address, value.data_ptr(), value.nbytes)
 
 
-@pytest.mark.thorough(but=["training"])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_call_copies_what_is_written_through_an_address(mode: str) -> None:
     model, x = mlp(), torch.randn(3, WIDTH)

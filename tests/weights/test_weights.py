@@ -59,15 +59,6 @@ def test_weight_that_changes_shape_strides_or_place() -> None:
         assert error_now(model, x) < CLOSE
 
 
-@pytest.mark.thorough(
-    but=[
-        "0-False-False-False",
-        "0-True-False-False",
-        "2-False-True-False",
-        "2-False-True-True",
-        "2-True-False-True",
-    ]
-)
 @pytest.mark.parametrize("is_converted", [False, True])
 @pytest.mark.parametrize(
     ("layer", "through_data", "raises"),

@@ -90,7 +90,6 @@ def denying(model: nn.Module, *given: Any) -> autoamp.Rules:
     return deny_everything([*autoamp.Rules.default("bf16").table, *met])
 
 
-@pytest.mark.thorough
 @explored(EXAMPLES, DEEP, lambda most: (programs(most=most),))
 def test_denied_programs_are_bit_identical(program: Program) -> None:
     rules = denying(twin(program), *inputs())
@@ -112,7 +111,6 @@ def test_denying_everything_can_fail() -> None:
 # -- dtypes and structure outside ------------------------------------------------------
 
 
-@pytest.mark.thorough
 @explored(EXAMPLES, DEEP, programs_and_choices)
 def test_outputs_and_gradients_keep_dtype_and_structure(
     program: Program, options: dict[str, Any]
@@ -136,7 +134,6 @@ def test_outputs_and_gradients_keep_dtype_and_structure(
 # -- rewriting twice (determinism is in test_same_bytes.py) ---------------------------
 
 
-@pytest.mark.thorough
 @explored(EXAMPLES, DEEP, programs_and_choices)
 def test_rewriting_twice_changes_nothing(
     program: Program, options: dict[str, Any]

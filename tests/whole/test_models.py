@@ -127,7 +127,6 @@ def _same_buffers(converted: nn.Module, exact: nn.Module) -> None:
 LONG = {"gpt2_dropout", "whisper", "nn_transformer", "llama", "vit"}
 
 
-@pytest.mark.thorough(but=["cpu-mlp"])
 @pytest.mark.parametrize(
     "case", some_slow(CASES, lambda case: case.name in LONG), ids=lambda case: case.name
 )

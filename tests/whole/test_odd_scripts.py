@@ -52,7 +52,6 @@ def x_of(rows: int = 8) -> Tensor:
 # -- regions recomputed by the script --------------------------------------------------
 
 
-@pytest.mark.thorough
 def test_checkpoint_round_a_model(precision: str) -> None:
     """Each new size, and each new grad mode, is captured under checkpoint's hooks."""
     model = mlp()
@@ -88,7 +87,6 @@ def test_hooks_of_saved_tensors_see_the_model_only(precision: str) -> None:
 # -- steps that begin before the first call --------------------------------------------
 
 
-@pytest.mark.thorough(but=["bf16-SGD-options0", "fp16-LBFGS-options1"])
 @pytest.mark.parametrize(
     ("kind", "options"), [(torch.optim.SGD, {}), (torch.optim.LBFGS, {"max_iter": 3})]
 )
@@ -135,7 +133,6 @@ class Anything(Net):
             return None
 
 
-@pytest.mark.thorough(but=["bf16-GroupsOfParameters", "fp16-Anything"])
 @pytest.mark.parametrize("kind", [GroupsOfParameters, Config, Anything])
 def test_classes_that_answer_otherwise(kind: type[nn.Module], precision: str) -> None:
     model, x = kind(), x_of()
@@ -166,7 +163,6 @@ class Piecewise(Net):
             yield self.inner(row)
 
 
-@pytest.mark.thorough
 def test_what_can_only_be_left_alone(precision: str) -> None:
     x = x_of()
     model: nn.Module = Equal()
@@ -224,7 +220,6 @@ def test_forward_mode(precision: str) -> None:
     assert relative_error(ours, exact) < CLOSE["bf16"]
 
 
-@pytest.mark.thorough(but=["bf16"])
 def test_a_class_with_another_forward(precision: str) -> None:
     class Changing(Net):
         pass
@@ -277,7 +272,6 @@ def test_anomalies_are_not_those_of_the_scale(precision: str) -> None:
             optimizer.step()
 
 
-@pytest.mark.thorough(but=["bf16"])
 def test_clipping_that_wants_finite_gradients(precision: str) -> None:
     """While the loss scale finds its place, whole steps are skipped, and no error."""
     model, x = mlp(), x_of(64)
@@ -333,7 +327,6 @@ class Forces(Net):
         return energy, force
 
 
-@pytest.mark.thorough(but=["bf16"])
 def test_a_backward_inside_a_forward(precision: str) -> None:
     model, x = Forces(), x_of()
     for _ in range(2):

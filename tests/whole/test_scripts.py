@@ -62,7 +62,6 @@ IN_CI |= {"per_sample-bf16", "threads-bf16", "compiled-bf16", "loader-bf16"}
 IN_CI |= {"soft_prompt-bf16", "in_backward-fp16", "lstm-fp16", *QUICK}
 
 
-@pytest.mark.thorough(but=QUICK)
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
@@ -130,7 +129,6 @@ def test_eight_threads_get_what_one_gets() -> None:
     assert ours("threads", "bf16").result["same"]
 
 
-@pytest.mark.thorough(but=["fp16"])
 @both
 def test_a_script_with_autocast_of_its_own_is_left_alone(precision: str) -> None:
     expected = run("own_autocast", precision)
@@ -162,7 +160,6 @@ def test_flops_are_those_of_the_lengths_that_came(automatic: None) -> None:
 # -- by the environment alone ----------------------------------------------------------
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
@@ -206,7 +203,6 @@ def in_fp32(checkpoint: Path) -> list[float]:
     return run("resume", str(checkpoint)).curves["losses"]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)]
 )

@@ -67,7 +67,6 @@ def test_a_gradient_that_sums_more_rows_later_is_exact() -> None:
     assert norm.bias.grad.tolist() == [16000.0] * WIDTH
 
 
-@pytest.mark.thorough
 def test_the_gradient_of_a_piece_of_a_weight_used_often_is_exact() -> None:
     def often(m: Any, x: Tensor) -> Tensor:
         piece, _ = m.fc.weight.chunk(2)

@@ -58,7 +58,6 @@ def converted(ours: Seen, models: int, *, some: bool = False) -> None:
     assert all("is converted to" in line for _, line in lines)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
@@ -89,7 +88,6 @@ def held(rates: list[float], at: int) -> list[float]:
     return [*rates[:at], rates[at - 1], *rates[at:-1]]
 
 
-@pytest.mark.thorough(but=["accelerate"])
 @pytest.mark.parametrize(
     "name", [pytest.param("hf", marks=pytest.mark.slow), *list(TRAINERS)[1:]]
 )
@@ -110,7 +108,6 @@ def test_exactly_the_step_that_overflows_is_skipped(name: str) -> None:
     assert "_autoamp" not in vars(ours.result["optimizer"])  # with the mode off again
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("case", "precision"),
     [
@@ -146,7 +143,6 @@ GENERATE = [
 ]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("model", "steps", "models"), GENERATE)
 @pytest.mark.parametrize(
     "precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)]

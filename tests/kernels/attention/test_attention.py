@@ -131,7 +131,6 @@ def total_error(ours: list[Tensor], true: list[Tensor]) -> float:
     return float(sum(errors))
 
 
-@pytest.mark.thorough(but=["by_letters", "in_place", "two_masks"])
 @pytest.mark.parametrize(
     "way",
     [flat, by_letters, in_place, by_hand, two_masks, slopes],
@@ -249,7 +248,6 @@ LEFT = (
 )
 
 
-@pytest.mark.thorough(but=["trained_bias", "weak_mask", "bart"])
 @pytest.mark.parametrize("way", LEFT, ids=lambda way: way.__name__)
 def test_other_attention_is_left_alone(way: Way) -> None:
     model, x = made(way), given()
@@ -312,7 +310,6 @@ def test_it_is_differentiated_twice(way: Way) -> None:
     assert error <= 1.05 * total_error(slopes_of_slopes(plain), expected)
 
 
-@pytest.mark.thorough(but=["timm-bf16", "min_gpt-bf16", "xformers-fp16"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @THREE
 def test_a_scaled_loss_gives_the_same(way: Way, precision: str) -> None:
@@ -341,7 +338,6 @@ def test_checkpointed_attention_is_recognised_and_right() -> None:
         assert (a - b).norm() <= 2**-8 * b.norm()
 
 
-@pytest.mark.thorough(but=["eager"])
 @pytest.mark.parametrize("backend", ["eager", lookup_backend("aot_eager")])
 def test_lengths_may_change(backend: Any) -> None:
     torch._dynamo.reset()

@@ -63,15 +63,6 @@ def beside_autocast(model: Layer, ours: nn.Module, x: Tensor) -> list[float]:
     return ratios
 
 
-@pytest.mark.thorough(
-    but=[
-        "1.0-1.0-timm",
-        "1.0-0.3-min_gpt",
-        "4.0-1.0-timm",
-        "4.0-0.3-timm",
-        "4.0-0.1-min_gpt",
-    ]
-)
 @pytest.mark.parametrize("way", [timm, min_gpt], ids=["timm", "min_gpt"])
 @pytest.mark.parametrize("spread", [1.0, 0.3, 0.1])
 @pytest.mark.parametrize("sharpness", [1.0, 4.0])
@@ -109,16 +100,6 @@ def test_a_cpu_with_fast_products_keeps_attention_as_it_is_written(
         assert attentions(model) == expected
 
 
-@pytest.mark.thorough(
-    but=[
-        "-2-3-5-7-16-dtype0",
-        "causal-2-3-5-7-16-dtype1",
-        "added-3-6-130-130-64-dtype1",
-        "by head-1-17-300-40-128-dtype0",
-        "bool-1-1-1-1-8-dtype0",
-        "2d-1-1-1-1-8-dtype1",
-    ]
-)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("batch", "heads", "queries", "keys", "width"),

@@ -222,9 +222,6 @@ def found(model: nn.Module) -> list[str]:
     return [names.get(at, "") for at in range(len(report.graphs))]
 
 
-@pytest.mark.thorough(
-    but=["below the next", "packed", "turned", "positions", "weak", "one column"]
-)
 @pytest.mark.parametrize("name", KERNEL)
 def test_a_mask_goes_or_stays_for_lengths_that_change(name: str) -> None:
     torch.manual_seed(0)
@@ -284,14 +281,12 @@ def kernels_and_errors(masks: dict[str, Mask]) -> tuple[list[int], dict[str, flo
     return [op.graph for op in ops if op.kernel == CAUSAL_MASK], errors
 
 
-@pytest.mark.thorough
 def test_positions_that_a_dtype_cannot_hold_prove_nothing() -> None:
     told, errors = kernels_and_errors(ROUNDED)
     assert {name: e for name, e in errors.items() if not e < 2**-6} == {}
     assert 1 not in told  # what a known length makes of them is computed
 
 
-@pytest.mark.thorough
 def test_numbers_are_compared_in_the_dtype_that_a_kernel_reads() -> None:
     """In float32 a tenth is not Python's tenth, which float64 holds."""
     told, errors = kernels_and_errors(

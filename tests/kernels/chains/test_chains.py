@@ -263,9 +263,6 @@ def whole(graph: fx.Graph) -> str:
     return ""
 
 
-@pytest.mark.thorough(
-    but=["mish_by_logarithm-2", "rms_by_length-1", "softmax_unshifted-4"]
-)
 @pytest.mark.parametrize("ndim", [1, 2, 4])
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_a_chain_is_recognised_however_it_is_spelled(spelling: str, ndim: int) -> None:

@@ -29,26 +29,16 @@ def check(case: sweep.Case) -> None:
     assert not result.verdict.fails, sweep.line(result)
 
 
-@pytest.mark.thorough(
-    but=[
-        "attention/sdpa/zeros [plain, 24 tokens, random, bf16]",
-        "attention/timm [sink_of_opposites, 24 tokens, random, bf16]",
-        "custom/cubed [plain, 24 tokens, random, fp16]",
-        "rotary/raw_view [plain, 24 tokens, random, fp16]",
-    ]
-)
 @pytest.mark.parametrize("case", sweep.issue_cases(), ids=str)
 def test_what_was_found_to_be_wrong_is_right(case: sweep.Case) -> None:
     check(case)
 
 
-@pytest.mark.thorough(but=["layout/expanded [key_bias, 24 tokens, tiny, fp16]"])
 @pytest.mark.parametrize("case", sweep.sampled(SAMPLED, seed=37), ids=str)
 def test_a_spelling_is_as_true_as_under_autocast(case: sweep.Case) -> None:
     check(case)
 
 
-@pytest.mark.thorough(but=["attention/timm-bf16", "activation/mish-fp16"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", USUAL)
 def test_a_usual_spelling_is_replaced(name: str, precision: str) -> None:
@@ -59,7 +49,6 @@ def test_a_usual_spelling_is_replaced(name: str, precision: str) -> None:
     assert verdict.kernels == [spelling.kernel]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_without_replacements_the_law_holds(precision: str) -> None:
     """What fails above is a fault of a replacement, and not of the measure."""
@@ -84,7 +73,6 @@ class WorseThanAutocast(Subject):
         return []
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("name", RIGHT)
 def test_an_error_a_little_larger_is_found(name: str) -> None:
     with warnings.catch_warnings():

@@ -66,7 +66,6 @@ def test_the_report_counts_it_and_fuse_leaves_it_out() -> None:
     assert "kernel" not in str(autoamp.report(plain))
 
 
-@pytest.mark.thorough
 def test_a_length_that_changes_is_not_compared() -> None:
     ours = converted(model())
     plain = autoamp.revert(copy.deepcopy(ours))
