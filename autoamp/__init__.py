@@ -12,14 +12,7 @@ from autoamp.api import (
     revert,
     rewrite,
 )
-from autoamp.ask.compare import Comparison
-from autoamp.ask.find_overflow import Overflow
-from autoamp.ask.monitor import Monitor
 from autoamp.auto.switch import disable, enable
-from autoamp.benchmark.bench import Bench
-from autoamp.budget.budget import Budget
-from autoamp.calibrate.tune import Tuning
-from autoamp.capture.program import disabled
 from autoamp.errors import (
     AutoampError,
     BudgetError,
@@ -34,13 +27,20 @@ from autoamp.errors import (
     UnsupportedModelError,
     VerificationError,
 )
-from autoamp.inspect.figures import LossScaleReport
-from autoamp.inspect.frontier import Frontier
-from autoamp.inspect.report import Report
-from autoamp.planning.plan import plan
-from autoamp.planning.result import MeshPlan, Plan
+from autoamp.passes.rules import Rules
 from autoamp.questions import bench, compare, explain, find_overflow, tune
-from autoamp.rules import Rules
+from autoamp.report.figures import LossScaleReport
+from autoamp.report.frontier import Frontier
+from autoamp.report.report import Report
+from autoamp.runtime.program import disabled
+from autoamp.tools.bench import Bench
+from autoamp.tools.budget import Budget
+from autoamp.tools.compare import Comparison
+from autoamp.tools.find_overflow import Overflow
+from autoamp.tools.monitor import Monitor
+from autoamp.tools.plan import plan
+from autoamp.tools.plan_result import MeshPlan, Plan
+from autoamp.tools.tune import Tuning
 from autoamp.training.scale import (
     DynamicLossScale,
     LossScale,

@@ -10,27 +10,27 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autoamp import compat, foreign
-from autoamp.analyse.nodes import graph_paths
-from autoamp.ask.examine import options_for
-from autoamp.budget.budget import Budget
-from autoamp.budget.convert import with_budget
+from autoamp import compat
 from autoamp.dtypes import parse_low_dtype
 from autoamp.errors import OptionError, UnsupportedModelError
-from autoamp.exported.export import export_model
-from autoamp.exported.files import load as load_file
-from autoamp.exported.program import Call
-from autoamp.inspect.report import Report
 from autoamp.messages import log_once
-from autoamp.model.conversion import conversion_of
-from autoamp.model.convert import convert_model, revert_model
-from autoamp.model.eligible import choose_graph_precision, fits, unfitting
-from autoamp.model.reporting import report_on
-from autoamp.options import FOR_MODELS, Options
-from autoamp.pass_options import PassOptions
-from autoamp.pipeline.run import rewrite_graph
+from autoamp.passes.options import PassOptions
+from autoamp.passes.rules import Rules
+from autoamp.passes.run import rewrite_graph
+from autoamp.passes.see.nodes import graph_paths
 from autoamp.printable import class_name
-from autoamp.rules import Rules
+from autoamp.report.report import Report
+from autoamp.report.reporting import report_on
+from autoamp.runtime.conversion import conversion_of
+from autoamp.runtime.convert import convert_model, revert_model
+from autoamp.runtime.eligible import choose_graph_precision, fits, unfitting
+from autoamp.runtime.examine import options_for
+from autoamp.tools.budget import Budget
+from autoamp.tools.budget_convert import with_budget
+from autoamp.tools.export import export_model
+from autoamp.tools.export_files import load as load_file
+from autoamp.tools.export_program import Call
+from autoamp.training import foreign
 from autoamp.training.attach import (
     attached,
     decline_masters,
@@ -38,6 +38,7 @@ from autoamp.training.attach import (
     guard_masters,
 )
 from autoamp.training.boundary import OptimizerBoundary, params_of
+from autoamp.training.options import FOR_MODELS, Options
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The low-precision dtypes: a table with one row for each.
 
-A new dtype is a new row, a rules file, and its figures in `place/devices.toml`.
+A new dtype is a new row, a rules file, and its figures in `passes/decide/devices.toml`.
 """
 
 from __future__ import annotations

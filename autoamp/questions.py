@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoamp.ask.compare import Comparison, compare_model
-from autoamp.ask.examine import options_for, refuse_options
-from autoamp.ask.explain import explain_model
-from autoamp.ask.find_overflow import Overflow, find_overflow_model
-from autoamp.benchmark.bench import Bench
-from autoamp.benchmark.measure import bench_model
-from autoamp.benchmark.ways import KINDS
-from autoamp.calibrate.tune import Tuning, tune_model
-from autoamp.inspect.report import Report
-from autoamp.snapshot.replay import find_overflow_in
+from autoamp.report.report import Report
+from autoamp.runtime.examine import options_for, refuse_options
+from autoamp.tools.bench import Bench
+from autoamp.tools.bench_measure import bench_model
+from autoamp.tools.bench_ways import KINDS
+from autoamp.tools.compare import Comparison, compare_model
+from autoamp.tools.explain import explain_model
+from autoamp.tools.find_overflow import Overflow, find_overflow_model
+from autoamp.tools.replay import find_overflow_in
+from autoamp.tools.tune import Tuning, tune_model
 
 
 def explain(

@@ -113,7 +113,7 @@ def bench(
       autoamp bench models.resnet:example --infer --sweep 1,8,64
       autoamp bench models.gpt2:example --generate 32 --json bench.json
     """
-    from autoamp.benchmark.measure import BenchInterrupted, bench_model
+    from autoamp.tools.bench_measure import BenchInterrupted, bench_model
     from autoamp_cli.factory import made_by
 
     if infer and generate:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
-    from autoamp.place.devices import Curve, Device
+    from autoamp.passes.decide.devices import Curve, Device
 
 
 @click.command()
@@ -30,8 +30,8 @@ def calibrate(device: str, show: bool) -> None:
     import torch
     from rich.console import Console
 
-    from autoamp.calibrate.speeds import device_for, is_off, measure_again
-    from autoamp.place.devices import kind_of
+    from autoamp.passes.decide.devices import kind_of
+    from autoamp.passes.speeds.speeds import device_for, is_off, measure_again
 
     if device not in ("", "cpu", "cuda"):
         raise click.BadParameter(f"{device!r} is neither cpu nor cuda")

@@ -9,9 +9,9 @@ from importlib import metadata
 import torch
 
 from autoamp import compat
-from autoamp.calibrate.clock import device_name
 from autoamp.dtypes import LOW_TABLE, LowDtype
-from autoamp.place.devices import device_of
+from autoamp.passes.decide.devices import device_of
+from autoamp.passes.speeds.clock import device_name
 
 _PACKAGES = (
     "autoamp",

@@ -35,7 +35,7 @@ def diff(
       autoamp diff resnet.pt2 resnet.onnx precision.json
     """
     from autoamp.errors import AutoampError
-    from autoamp.saved.diff import diff as compared
+    from autoamp.passes.saved_diff import diff as compared
 
     try:
         first = _report(old)
@@ -61,9 +61,9 @@ def diff(
 def _report(path: str) -> Any:
     """The report in a file: a report itself, or the plan of an exported model."""
     if path.endswith((".pt2", ".onnx", ".pte")):
-        from autoamp.exported.files import plan_in
+        from autoamp.tools.export_files import plan_in
 
         return plan_in(path)[1]
-    from autoamp.saved.load import load
+    from autoamp.passes.saved import load
 
     return load(path)

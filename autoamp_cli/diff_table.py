@@ -9,10 +9,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoamp.inspect.text import counted
+from autoamp.passes.op_rows import CastRow, OpRow
+from autoamp.passes.saved_diff import Change, Diff
 from autoamp.printable import printable_line
-from autoamp.saved.diff import Change, Diff
-from autoamp.saved.rows import CastRow, OpRow
+from autoamp.words import counted
 
 _Rows = tuple[str, Sequence[Any], Sequence[str], Callable[[Any], Sequence[str]]]
 """The title of a table, its entries, its columns, and the cells of an entry."""

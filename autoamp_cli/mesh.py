@@ -43,8 +43,8 @@ def planned_for(
     model: str, *, batch: int | None = None, sequence: int | None = None, **wanted: Any
 ) -> Any:
     """The plan of a model by its name or its MODULE:FACTORY, on one device or many."""
-    from autoamp.planning.named import named_model, names_a_model
-    from autoamp.planning.plan import Asked, plan_of
+    from autoamp.tools.plan import Asked, plan_of
+    from autoamp.tools.plan_named import named_model, names_a_model
 
     asked = Asked(**wanted)
     if names_a_model(model):

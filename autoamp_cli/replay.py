@@ -43,7 +43,7 @@ def replay(
       autoamp replay snapshots --model models.gpt:factory
       autoamp replay snapshots --model models.gpt:factory --write cure.toml
     """
-    from autoamp.snapshot.replay import find_overflow_in, rules_text
+    from autoamp.tools.replay import find_overflow_in, rules_text
     from autoamp_cli.factory import function_of, made_by
 
     if not model:

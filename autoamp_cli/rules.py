@@ -12,7 +12,7 @@ from autoamp_cli.problem import Problem
 from autoamp_cli.words import CATEGORIES, PRECISIONS
 
 if TYPE_CHECKING:
-    from autoamp.rules import Rule, Rules
+    from autoamp.passes.rules import Rule, Rules
 
 _PRECISION = click.Choice(PRECISIONS)
 _OTHERS = {
@@ -41,7 +41,7 @@ def list_(precision: str, category: str | None, as_json: bool) -> None:
       autoamp rules list --category deny
       autoamp rules list --precision fp16 --json
     """
-    from autoamp.rules import Rules
+    from autoamp.passes.rules import Rules
 
     table = Rules.default(precision).table
     found = [
@@ -72,8 +72,8 @@ def check(file: str) -> None:
       autoamp rules check my_rules.toml
     """
     from autoamp.errors import RulesError
+    from autoamp.passes.rules.parse import check as faults_of
     from autoamp.printable import printable_line
-    from autoamp.rules.parse import check as faults_of
 
     try:
         faults, count = faults_of(Path(file))
@@ -100,11 +100,11 @@ def why(op: str, precision: str | None) -> None:
       autoamp rules why softmax
       autoamp rules why aten::sum.dim_IntList --precision fp16
     """
-    from autoamp.op_names import exists, parse_op_name
+    from autoamp.passes.op_names import exists, parse_op_name
+    from autoamp.passes.rules import Rules
+    from autoamp.passes.rules.model import builtin_path
+    from autoamp.passes.rules.parse import unknown_op
     from autoamp.printable import printable_line
-    from autoamp.rules import Rules
-    from autoamp.rules.model import builtin_path
-    from autoamp.rules.parse import unknown_op
 
     key = parse_op_name(op)
     if not exists(key):
@@ -120,8 +120,8 @@ def why(op: str, precision: str | None) -> None:
 
 def _say(title: str, key: str, table: Rules, otherwise: str) -> None:
     """Prints what one set says of an op, overload by overload where these differ."""
-    from autoamp.op_names import op_name, overloads, split_key
-    from autoamp.ops import is_out_variant, takes_tensors
+    from autoamp.passes.op_names import op_name, overloads, split_key
+    from autoamp.passes.ops import is_out_variant, takes_tensors
 
     every = [each for each in overloads(key) if not is_out_variant(each)]
     said: dict[Rule | None, list[str]] = {}

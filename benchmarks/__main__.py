@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from rich.progress import track
 
-from autoamp.counted.ops import count_ops
-from autoamp.counted.saved import saved_bytes
+from autoamp.passes.check.saved import saved_bytes
+from autoamp.tools.count import count_ops
 
 from .models import Workload, workloads
 from .report import Data, Table, markdown, option, page, said

@@ -19,7 +19,7 @@ import torch
 from rich.progress import track
 
 import autoamp
-from autoamp.inspect.frontier import Frontier
+from autoamp.report.frontier import Frontier
 from tests.models.case import Case
 from tests.zoo import BY_NAME
 

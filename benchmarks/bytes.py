@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from autoamp.counted.ops import Line, Phase, Traffic, is_cast
+from autoamp.tools.count import Line, Phase, Traffic, is_cast
 
 from . import processes, report
 from .bars import bytes_svg

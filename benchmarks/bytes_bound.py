@@ -23,17 +23,17 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.analyse.verdict import Classified
-from autoamp.calibrate.prices import Operand, op_specimen
-from autoamp.counted.ops import count_traffic
 from autoamp.dtypes import HIGH_DTYPE
-from autoamp.kernels.attention import attention_at
-from autoamp.kernels.functions.attention import attention
-from autoamp.kernels.norms import softmax_at
-from autoamp.place.cost import Prices
-from autoamp.place.devices import NEUTRAL
-from autoamp.place.problem import build_problem, least_cost
-from autoamp.rewrite.rewritten import Rewritten
+from autoamp.passes.decide.cost import Prices
+from autoamp.passes.decide.devices import NEUTRAL
+from autoamp.passes.decide.problem import build_problem, least_cost
+from autoamp.passes.decide.verdict import Classified
+from autoamp.passes.functions.attention import attention
+from autoamp.passes.kernels.attention import attention_at
+from autoamp.passes.kernels.norms import softmax_at
+from autoamp.passes.record import Rewritten
+from autoamp.passes.speeds.prices import Operand, op_specimen
+from autoamp.tools.count import count_traffic
 
 _BESIDE_SUM = 3
 """Tensors that the sum of two gradients moves: two are read, and one is written."""

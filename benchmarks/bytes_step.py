@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import autoamp
-from autoamp.counted.ops import CountingMode, Traffic, TrafficMode, is_cast
-from autoamp.counted.saved import saved_bytes
+from autoamp.passes.check.saved import saved_bytes
+from autoamp.tools.count import CountingMode, Traffic, TrafficMode, is_cast
 
 from .bytes_bound import bytes_bound
 from .metrics import ModelCase

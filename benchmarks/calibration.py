@@ -19,11 +19,11 @@ import torch
 from rich.progress import track
 
 import autoamp
-from autoamp.calibrate.speeds import NoTimeError, device_from, measured
-from autoamp.place.assign import assign
-from autoamp.place.cost import price_graph
-from autoamp.place.devices import Device, device_of
-from autoamp.rewrite.rewritten import Rewritten
+from autoamp.passes.decide.assign import assign
+from autoamp.passes.decide.cost import price_graph
+from autoamp.passes.decide.devices import Device, device_of
+from autoamp.passes.record import Rewritten
+from autoamp.passes.speeds.speeds import NoTimeError, device_from, measured
 
 from . import report
 from .decoding import one_token

@@ -24,9 +24,9 @@ from rich.progress import track
 from torch import fx
 
 import autoamp
-from autoamp.options import Options
-from autoamp.pipeline.run import rewrite_normalised
-from autoamp.rewrite.rewritten import Rewritten, Setting
+from autoamp.passes.record import Rewritten, Setting
+from autoamp.passes.run import rewrite_normalised
+from autoamp.training.options import Options
 from tests.conformance.graphs import Recipe
 from tests.conformance.moves import MOVES
 from tests.models import BY_NAME as MODELS

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import autoamp
-from autoamp.inspect.report import Report
+from autoamp.report.report import Report
 
 from . import models, report
 from .models import Chain

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import autoamp
-from autoamp.exported.files import plan_in
-from autoamp.saved.diff import diff
+from autoamp.passes.saved_diff import diff
+from autoamp.tools.export_files import plan_in
 
 from . import report
 from .models import full

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.check import numbers
+from autoamp.passes.check import numbers
 
 from . import models, report
 from .errors import Batch

@@ -64,7 +64,7 @@ def calls(workload: Workload, setting: Setting) -> dict[str, Prepared]:
 
 def refreshed(model: nn.Module) -> int:
     """Weight copies made equal to their weights so far, in all graphs of a model."""
-    from autoamp.model.conversion import conversion_of
+    from autoamp.runtime.conversion import conversion_of
 
     state = conversion_of(model)
     graphs = state.engine.record.graphs if state is not None and state.engine else []

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from autoamp.counted.ops import CountingMode, Counts, count_ops
-from autoamp.counted.saved import SavedBytes, saved_bytes
+from autoamp.passes.check.saved import SavedBytes, saved_bytes
+from autoamp.tools.count import CountingMode, Counts, count_ops
 
 from .errors import (
     Batch,

@@ -204,8 +204,8 @@ def _warm_up() -> None:
 
     No backward: autograd's threads do not live through a fork.
     """
-    from autoamp.options import Options
-    from autoamp.pipeline.run import rewrite_graph
+    from autoamp.passes.run import rewrite_graph
+    from autoamp.training.options import Options
 
     model = torch.fx.symbolic_trace(torch.nn.Linear(8, 8).requires_grad_(False))
     options = Options(precision="bf16", do_no_harm=False)

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import autoamp
-from autoamp.inspect.report import Report
+from autoamp.report.report import Report
 
 from . import models, report
 from .browser import Browser, browsing, executable

@@ -1,6 +1,6 @@
 """`python -m benchmarks.rows`: products of few rows, bf16 against fp32, on this CPU.
 
-What `place/cost.py` takes for products of a few rows on a CPU comes from here.
+What `passes/decide/cost.py` takes for products of a few rows on a CPU comes from here.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.counted.ops import count_ops
-from autoamp.counted.saved import saved_bytes
+from autoamp.passes.check.saved import saved_bytes
+from autoamp.tools.count import count_ops
 
 from .conformance import cost_shortfalls
 from .errors import (

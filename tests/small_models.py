@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
 from autoamp.dtypes import parse_low_dtype
-from autoamp.options import Options
-from autoamp.pipeline.run import rewrite_graph
-from autoamp.rewrite.rewritten import Rewritten
-from autoamp.rules import Category, Rule, Rules
+from autoamp.passes.record import Rewritten
+from autoamp.passes.rules import Category, Rule, Rules
+from autoamp.passes.run import rewrite_graph
+from autoamp.training.options import Options
 from tests.metrics import relative_error
 from tests.strategies import capture
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from autoamp.place.mincut import Group, Problem
+from autoamp.passes.decide.mincut import Group, Problem
 
 ROWS, WIDTH = 4, 8
 

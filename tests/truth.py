@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autoamp.options import Options
-from autoamp.pipeline.run import rewrite_graph
+from autoamp.passes.run import rewrite_graph
+from autoamp.training.options import Options
 from tests.strategies import capture
 
 MARGIN = 1.1

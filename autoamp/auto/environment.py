@@ -13,13 +13,13 @@ from typing import Any
 from autoamp.auto.report_dir import written_to
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype
 from autoamp.errors import AutoampError, OptionError, RulesError
-from autoamp.op_names import parse_op_name
-from autoamp.options import MASTERS, WEIGHT_COPIES, Options
-from autoamp.pass_options import BACKENDS, PLACEMENTS
+from autoamp.passes.op_names import parse_op_name
+from autoamp.passes.options import BACKENDS, PLACEMENTS
+from autoamp.passes.rules import Rules
 from autoamp.printable import printable_line
-from autoamp.rules import Rules
-from autoamp.snapshot.files import checked as recorded_to
+from autoamp.training.options import MASTERS, WEIGHT_COPIES, Options
 from autoamp.training.scale import LOSS_SCALES, StaticLossScale
+from autoamp.training.snapshot_files import checked as recorded_to
 
 ENABLE = "AUTOAMP_ENABLE"
 _ON, _OFF = ("1", "true", "on"), ("0", "false", "off")

@@ -13,21 +13,22 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autoamp import compat, foreign
+from autoamp import compat
 from autoamp.auto.environment import Settings
 from autoamp.auto.report_dir import Recorder
-from autoamp.capture.engine import Engine
-from autoamp.capture.locked import check_model
-from autoamp.capture.program import disabled
 from autoamp.messages import log_left_to_autocast, log_once
-from autoamp.model.children import caller_of, choose, inside, is_aside
-from autoamp.model.compile_backend import GraphBackend
-from autoamp.model.conversion import conversion_of, disown, models_of
-from autoamp.model.convert import convert_model, revert_model
-from autoamp.model.eligible import choose_precision
-from autoamp.options import Options
 from autoamp.printable import class_name, printable
+from autoamp.runtime.children import caller_of, choose, inside, is_aside
+from autoamp.runtime.compile_backend import GraphBackend
+from autoamp.runtime.conversion import conversion_of, disown, models_of
+from autoamp.runtime.convert import convert_model, revert_model
+from autoamp.runtime.eligible import choose_precision
+from autoamp.runtime.engine import Engine
+from autoamp.runtime.lock import check_model
+from autoamp.runtime.program import disabled
+from autoamp.training import foreign
 from autoamp.training.attach import retire
+from autoamp.training.options import Options
 from autoamp_heat import HOT, Heat, mode_of, opaque
 
 logger = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ import weakref
 from pathlib import Path
 
 from autoamp import compat
-from autoamp.capture.engine import Engine
-from autoamp.capture.record import Record
-from autoamp.model.reporting import report_of
+from autoamp.report.reporting import report_of
+from autoamp.runtime.engine import Engine
+from autoamp.runtime.record import Record
 
 logger = logging.getLogger(__name__)
 

@@ -17,19 +17,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoamp import compat, foreign
+from autoamp import compat
 from autoamp.auto import environment
 from autoamp.auto.environment import Settings
 from autoamp.auto.mode import AutomaticMode
-from autoamp.capture.program import inside_a_call, under_compilation
-from autoamp.model.compile_backend import GraphBackend
-from autoamp.options import Options
 from autoamp.printable import printable_line
-from autoamp.snapshot.files import checked as recorded_to
+from autoamp.runtime.compile_backend import GraphBackend
+from autoamp.runtime.program import inside_a_call, under_compilation
+from autoamp.training import foreign
 from autoamp.training.attach import expect_models, take_on
 from autoamp.training.boundary import innermost
 from autoamp.training.ledger import BACKWARDS
 from autoamp.training.masters import KEY as MASTERS_KEY
+from autoamp.training.options import Options
+from autoamp.training.snapshot_files import checked as recorded_to
 from autoamp_heat import INSIDE, Heat, passed_on
 
 logger = logging.getLogger(__name__)

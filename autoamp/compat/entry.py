@@ -56,7 +56,7 @@ class CompiledEntry:
         """Compiles nothing yet.
 
         Args:
-            backend: gets each graph: the `Backend` of `capture/program.py`.
+            backend: gets each graph: the `Backend` of `runtime/program.py`.
             hooked: modules may get and lose hooks, which Dynamo guards slowly, with
                 several guards for each module.
             strict: an error of Dynamo's ends the call; otherwise the code that Dynamo

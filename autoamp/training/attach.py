@@ -21,11 +21,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from autoamp import compat, foreign
+from autoamp import compat
 from autoamp.messages import log_once
-from autoamp.options import Options
-from autoamp.overflow.remedy import Remedy
-from autoamp.training import closures, guard, half
+from autoamp.training import closures, foreign, guard, half
 from autoamp.training.boundary import (
     BOUNDARIES,
     OptimizerBoundary,
@@ -36,6 +34,7 @@ from autoamp.training.boundary import (
 )
 from autoamp.training.ledger import BACKWARDS, lower_where_nobody_steps
 from autoamp.training.masters import Masters, has_half
+from autoamp.training.options import Options
 from autoamp.training.ranks import (
     have_shaken_hands,
     judged,
@@ -43,6 +42,7 @@ from autoamp.training.ranks import (
     shake_hands,
     team_of,
 )
+from autoamp.training.remedy import Remedy
 from autoamp.training.scale import LossScale, NoLossScale
 from autoamp.training.scaling import ModelScaling, ScaleDomain
 from autoamp.training.step import (
@@ -54,7 +54,7 @@ from autoamp.training.step import (
     take,
 )
 from autoamp.training.uncalled import tell_of_uncalled
-from autoamp.weights.copies import before_write
+from autoamp.training.weight_copies import before_write
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from autoamp import compat
 from autoamp.messages import log_once
-from autoamp.options import Options
+from autoamp.training.options import Options
 from autoamp.training.scaling import ModelScaling
 
 logger = logging.getLogger(__name__)

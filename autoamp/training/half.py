@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from autoamp import compat
 from autoamp.dtypes import short_name
-from autoamp.inspect.text import bytes_text, counted
-from autoamp.options import Options
 from autoamp.printable import class_name
 from autoamp.training.boundary import params_of
 from autoamp.training.masters import Masters
+from autoamp.training.options import Options
+from autoamp.words import bytes_text, counted
 from autoamp_heat import trains_half
 
 logger = logging.getLogger(__name__)

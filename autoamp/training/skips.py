@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from autoamp.errors import LossScaleError
-from autoamp.overflow.culprit import (
+from autoamp.passes.record import Rewritten
+from autoamp.training.culprit import (
     accused,
     blame_gradients,
     last_bad_gradient,
@@ -16,12 +17,11 @@ from autoamp.overflow.culprit import (
     near,
     with_bad_gradients,
 )
-from autoamp.overflow.remedy import REPEATED, Remedy
-from autoamp.overflow.trail import Step
-from autoamp.rewrite.rewritten import Rewritten
 from autoamp.training.ledger import GraphRun
+from autoamp.training.remedy import REPEATED, Remedy
 from autoamp.training.scale import free_to_read
 from autoamp.training.scaling import ModelScaling
+from autoamp.training.trail import Step
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autoamp
-from autoamp.analyse.ceiling import promotes_to_low
-from autoamp.graph_functions import low_uses
-from autoamp.rules import family
+from autoamp.passes.decide.ceiling import promotes_to_low
+from autoamp.passes.functions import low_uses
+from autoamp.passes.rules import family
 from tests import small_models
 from tests.quick import explored
 from tests.says import says

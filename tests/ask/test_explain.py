@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp.place.devices import figures, known_devices
+from autoamp.passes.decide.devices import figures, known_devices
 from tests.says import says
 from tests.small_models import BF16
 

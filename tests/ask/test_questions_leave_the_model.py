@@ -103,7 +103,7 @@ def generators() -> str:
 def test_a_question_leaves_everything_as_it_was(
     question: str, converted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autoamp.calibrate.tune._BUDGET", 0.01)
+    monkeypatch.setattr("autoamp.tools.tune._BUDGET", 0.01)
     model = Outer().train(converted)
     called: list[str] = []
     model.inner.fc.weight.register_hook(lambda _: called.append("gradient"))

@@ -16,8 +16,8 @@ import autoamp
 import autoamp_autoload
 from autoamp.auto.environment import read
 from autoamp.messages import advice
-from autoamp.options import Options
-from autoamp.overflow.remedy import Remedy
+from autoamp.training.options import Options
+from autoamp.training.remedy import Remedy
 from tests.says import says
 
 PACKAGE = Path(autoamp.__file__).parent
@@ -29,20 +29,20 @@ OPTIONS = [
 NAMES_AN_OPTION = re.compile(rf"(?<![\w.])({'|'.join(OPTIONS)})=")
 
 SPEAK_PYTHON = {
-    "options.py": "an option that a caller gave in Python is the message's subject",
-    "pass_options.py": "likewise",
+    "training/options.py": "an option that a caller gave in Python is the message's subject",
+    "passes/options.py": "likewise",
     "training/scale.py": "likewise; environment.py checks variables by itself",
     "auto/switch.py": "`unmet` is set by `enable(keep=...)` alone",
     "api.py": "the answer to a call of `convert`, made in Python",
-    "calibrate/tune.py": "likewise",
-    "snapshot/files.py": "the option or a call of `replay` is the message's subject",
-    "model/eligible.py": "no variable gives `keep`; compiled models are not declined",
-    "model/compile_backend.py": "an example of a call of torch.compile",
-    "analyse/pins.py": "a report, which names options of `convert`",
-    "inspect/findings.py": "likewise",
-    "exported/export.py": "the answer to a call of `export`, made in Python",
-    "exported/onnx_files.py": "likewise",
-    "benchmark/step.py": "an error of `bench`, which has no variables",
+    "tools/tune.py": "likewise",
+    "training/snapshot_files.py": "the option or a call of `replay` is the message's subject",
+    "runtime/eligible.py": "no variable gives `keep`; compiled models are not declined",
+    "runtime/compile_backend.py": "an example of a call of torch.compile",
+    "passes/decide/pins.py": "a report, which names options of `convert`",
+    "report/findings.py": "likewise",
+    "tools/export.py": "the answer to a call of `export`, made in Python",
+    "tools/export_onnx.py": "likewise",
+    "tools/bench_step.py": "an error of `bench`, which has no variables",
 }
 """The files with a text that names options in Python's words, and why they may."""
 

@@ -20,8 +20,8 @@ from torch.optim import optimizer as torch_optimizer
 
 import autoamp
 import autoamp_autoload
-from autoamp.model import compile_backend
-from autoamp.model import convert as convert_module
+from autoamp.runtime import compile_backend
+from autoamp.runtime import convert as convert_module
 from autoamp.training import attach
 from tests.logs import warned
 from tests.says import says

@@ -284,7 +284,7 @@ def test_an_error_of_the_users_is_told_once(mode: str, caplog, off_again: None) 
 
 
 def test_a_long_first_call_shows_signs_of_life(caplog, monkeypatch) -> None:
-    module = "autoamp.model.entry.signs_of_life"
+    module = "autoamp.runtime.entry.signs_of_life"
     signs = functools.partial(autoamp.messages.signs_of_life, every=0.05)
     monkeypatch.setattr(module, signs)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import autoamp
-from autoamp.benchmark import meters
+from autoamp.tools import bench_meters as meters
 from benchmarks.bytes_step import count_step
 from tests.models import BY_NAME
 from tests.says import says

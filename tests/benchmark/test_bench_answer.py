@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.benchmark.answer import Answer, Evidence, Row, evidence_from
-from autoamp.place.devices import named_device
+from autoamp.passes.decide.devices import named_device
+from autoamp.tools.bench_answer import Answer, Evidence, Row, evidence_from
 from tests.says import says
 
 QUICK: dict[str, Any] = {"rounds": 5, "steps": 1, "ways": ("autoamp",)}
@@ -73,7 +73,7 @@ def test_noise_is_no_gain_where_nothing_runs_low(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", dict)
-    monkeypatch.setattr("autoamp.benchmark.answer.surely_less", lambda *_: True)
+    monkeypatch.setattr("autoamp.tools.bench_answer.surely_less", lambda *_: True)
     found = measured(layers(64), torch.randn(64, 64), infer=True)
     assert found.helps is None
     assert found.sentence.startswith("no: this device")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from autoamp.ask import examine, stand_in
-from autoamp.budget import budget, search, sensitivity
+from autoamp.runtime import examine, stand_in
+from autoamp.tools import budget
+from autoamp.tools import budget_errors as sensitivity
+from autoamp.tools import budget_search as search
 
 examined = examine.examined
 Heard, relative_error = stand_in.Heard, stand_in.relative_error

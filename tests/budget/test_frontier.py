@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoamp.options import Options
+from autoamp.training.options import Options
 from tests.budget.door import (
     Calibration,
     Found,

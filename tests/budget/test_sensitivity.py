@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autoamp.options import Options
+from autoamp.training.options import Options
 from tests.budget.door import (
     Budget,
     Calibration,

@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from autoamp.ask import progress
-from autoamp.calibrate import clock, prices, probes, speeds, store, tune
-from autoamp.place import devices
-from autoamp.place.cost import Prices
+from autoamp import progress
+from autoamp.passes.decide import devices
+from autoamp.passes.decide.cost import Prices
+from autoamp.passes.speeds import clock, prices, probes, speeds, store
+from autoamp.tools import tune
 
 AUTOCAST, FP32 = tune.AUTOCAST, tune.FP32
 MEASURED, PREDICTED = tune.MEASURED, tune.PREDICTED
@@ -26,7 +27,7 @@ __all__ = ["Prices", "devices", "probes", "speeds"]
 
 def engine_of(model: nn.Module) -> Any:
     """The engine of a converted model, whose prices a test sets."""
-    from autoamp.model.conversion import conversion_of
+    from autoamp.runtime.conversion import conversion_of
 
     state = conversion_of(model)
     assert state is not None

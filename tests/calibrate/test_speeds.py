@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 import autoamp
-from autoamp.calibrate import speeds
-from autoamp.calibrate.clock import described
-from autoamp.calibrate.probes import SIZES, Probe, probes, work_of
-from autoamp.calibrate.speeds import (
+from autoamp.passes.decide.devices import Device, device_with, figures_of, roofline
+from autoamp.passes.speeds import speeds
+from autoamp.passes.speeds.clock import described
+from autoamp.passes.speeds.probes import SIZES, Probe, probes, work_of
+from autoamp.passes.speeds.speeds import (
     SWITCH,
     NoTimeError,
     device_for,
@@ -30,8 +31,7 @@ from autoamp.calibrate.speeds import (
     measure_again,
     measured,
 )
-from autoamp.calibrate.store import FOLDER
-from autoamp.place.devices import Device, device_with, figures_of, roofline
+from autoamp.passes.speeds.store import FOLDER
 
 LOW, CPU = torch.bfloat16, torch.device("cpu")
 TABLE = roofline("avx512_bf16", LOW)
@@ -92,8 +92,8 @@ def test_measuring_ends_in_time_and_draws_no_random_number() -> None:
 
 def test_modes_of_the_caller_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside a capture, tensors would be fake, and times those of Python."""
-    monkeypatch.setattr("autoamp.calibrate.speeds._AGREE", math.inf)
-    monkeypatch.setattr("autoamp.calibrate.speeds._MOST", 1)
+    monkeypatch.setattr("autoamp.passes.speeds.speeds._AGREE", math.inf)
+    monkeypatch.setattr("autoamp.passes.speeds.speeds._MOST", 1)
     with torch._subclasses.FakeTensorMode(), torch.autocast("cpu", LOW):
         assert is_sane(measured(CPU, LOW, seconds=60), LOW, CPU)
 
@@ -102,7 +102,7 @@ def test_readings_that_differ_are_no_measurement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A neighbour that takes the processor now and then, and at last always."""
-    module = "autoamp.calibrate.speeds."
+    module = "autoamp.passes.speeds.speeds."
     monkeypatch.setattr(f"{module}probes", lambda *_: [Probe("one", lambda: None)])
     for readings, is_one in (
         ([90.0, 10.0, 30.0, 19.0], True),
@@ -204,7 +204,7 @@ def test_other_threads_are_another_machine(measurements: list[float]) -> None:
 def test_another_clock_is_another_machine(
     measurements: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autoamp.calibrate.clock._CLOCK", tmp_path)
+    monkeypatch.setattr("autoamp.passes.speeds.clock._CLOCK", tmp_path)
     limit = tmp_path / "scaling_max_freq"
     limit.write_text("3000000\n")
     first = asked()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from autoamp.calibrate.store import FOLDER, Store
+from autoamp.passes.speeds.store import FOLDER, Store
 
 
 @pytest.fixture(autouse=True)

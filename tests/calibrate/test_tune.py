@@ -50,7 +50,7 @@ Ns = Callable[[Specimen], float]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Contests of five rounds on a device that pays, with a folder of their own."""
     monkeypatch.setenv(FOLDER, str(tmp_path / "cache"))
-    monkeypatch.setattr("autoamp.calibrate.tune._BUDGET", 0.0)
+    monkeypatch.setattr("autoamp.tools.tune._BUDGET", 0.0)
     units = {LOW: "avx512_bf16"}
     monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", lambda: units)
     return tmp_path / "cache"
@@ -283,7 +283,7 @@ def test_what_cannot_be_tuned() -> None:
 def spied(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     """What measuring saw and found: roofline prices and measured ones, and graphs."""
     seen: dict[str, list[Any]] = {"prices": [], "graphs": []}
-    module = "autoamp.calibrate.prices."
+    module = "autoamp.passes.speeds.prices."
     wanted = MeasuredPrices._wanted
 
     def prices(roofline: Prices, found: Any) -> Prices:
@@ -477,8 +477,8 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """What a terminal is shown of the progress of work, from 0.05 seconds on."""
     shown = io.StringIO()
     console = partial(Console, file=shown, force_terminal=True, width=100)
-    monkeypatch.setattr("autoamp.ask.progress.Console", lambda **_: console())
-    monkeypatch.setattr("autoamp.ask.progress.QUIET", 0.05)
+    monkeypatch.setattr("autoamp.progress.Console", lambda **_: console())
+    monkeypatch.setattr("autoamp.progress.QUIET", 0.05)
     return shown
 
 

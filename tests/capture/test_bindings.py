@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import autoamp
-from autoamp.rewrite.bindings import BINDINGS, with_bindings
+from autoamp.passes.write.bindings import BINDINGS, with_bindings
 from tests.small_models import converted, mlp
 
 A = torch.ops.aten

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 
 import autoamp
-from autoamp.weights.sentinels import copies_of
+from autoamp.training.sentinels import copies_of
 from benchmarks.compiled import inductors_count
 from tests.small_models import BF16, Of
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
 
 import autoamp
 from autoamp import CaptureError
-from autoamp.trace.meshes import Meshes
+from autoamp.passes.see.meshes import Meshes
 from tests.logs import warned
 from tests.one_rank import one_rank
 from tests.says import says
@@ -37,7 +37,7 @@ def _failing(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> Any:
         raise CaptureError("a mesh by moonlight")
 
-    monkeypatch.setattr("autoamp.trace.normalise.whole_inputs", fails)
+    monkeypatch.setattr("autoamp.passes.see.normalise.whole_inputs", fails)
 
 
 @pytest.mark.usefixtures("_failing")

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from autoamp import compat
-from autoamp.graph_functions import low_weight, saturating_cast
+from autoamp.passes.functions import low_weight, saturating_cast
 
 ATEN = torch.ops.aten
 LOW, HIGH = torch.bfloat16, torch.float32

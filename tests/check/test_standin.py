@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from autoamp import compat
 from autoamp.errors import VerificationError
-from autoamp.graph_functions import checkpointed
+from autoamp.passes.functions import checkpointed
 from tests.check.door import Memo, StandIns
 from tests.says import says
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 import autoamp
 from autoamp.errors import VerificationError
-from autoamp.graph_functions import low_weight, low_weight_unscaled
+from autoamp.passes.functions import low_weight, low_weight_unscaled
 from tests.check.door import (
     KERNELS,
     check_alike,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoamp.errors import VerificationError
-from autoamp.graph_functions import low_weight
+from autoamp.passes.functions import low_weight
 from tests import small_models
 from tests.check.door import (
     FORMATS,

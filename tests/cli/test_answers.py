@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 import autoamp
-from autoamp import benchmark, exported, pass_options, questions
+from autoamp import benchmark, exported, questions
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.messages import advice, on_command_line
-from autoamp.options import Options
+from autoamp.passes import options as pass_options
+from autoamp.training.options import Options
 from autoamp_cli import words
 from autoamp_cli.export import export
 from tests.cli.calls import FORCED, call, timeless

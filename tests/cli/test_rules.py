@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autoamp import Rules
-from autoamp.rules.model import BUILTIN, builtin_path
+from autoamp.passes.rules.model import BUILTIN, builtin_path
 from tests.cli.calls import call
 from tests.says import says
 

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from autoamp import compat
-from autoamp.ops import drop_dead
-from autoamp.trace.normalise import Normalised
+from autoamp.passes.ops import drop_dead
+from autoamp.passes.see.normalise import Normalised
 
 ATEN = torch.ops.aten
 BATCH, LENGTH, WIDTH, HEADS, CHANNELS, SIDE, WORDS = 2, 5, 8, 2, 4, 6, 7

@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from autoamp.op_names import base_name
-from autoamp.rewrite.rewritten import Rewritten
-from autoamp.rules import Rules
+from autoamp.passes.op_names import base_name
+from autoamp.passes.record import Rewritten
+from autoamp.passes.rules import Rules
 from tests.conformance.opinfo import Case, Outcome, Wrapped, dense, plain, run, runs
 from tests.conformance.rounding import error_over_bound, exact_and_drawn
 from tests.small_models import deny_everything, rewritten

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from autoamp.analyse.nodes import written_values
-from autoamp.rewrite.rewritten import Rewritten
+from autoamp.passes.record import Rewritten
+from autoamp.passes.see.nodes import written_values
 from tests.conformance.opinfo import Outcome, dense, run
 
 DRAWS = 5

@@ -42,8 +42,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.analyse import classify
-from autoamp.place.devices import Device
+from autoamp.passes.decide import classify
+from autoamp.passes.decide.devices import Device
 from tests.conformance.exploring import explore
 from tests.conformance.graphs import TRAINED, Built, Recipe, attributes, inputs, recipes
 from tests.conformance.moves import ACCURATE, F32, F64

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 import autoamp
 from autoamp import Rules, cli
 from autoamp.auto import environment
-from autoamp.rules import parse
+from autoamp.passes.rules import parse
 from autoamp.training import boundary
 from tests.says import says
 from tests.training.steps import BF16, differences, mlp, state_of, weights_of

@@ -27,13 +27,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.inspect.rows import costs_of
-from autoamp.options import Options
-from autoamp.pipeline import passes
-from autoamp.pipeline.run import rewrite_normalised
-from autoamp.place.devices import Device, Rates
-from autoamp.rewrite.emitted import CAST_KIND
-from autoamp.rewrite.rewritten import Rewritten, Setting
+from autoamp.passes import list as passes
+from autoamp.passes.decide.devices import Device, Rates
+from autoamp.passes.record import Rewritten, Setting
+from autoamp.passes.rows import costs_of
+from autoamp.passes.run import rewrite_normalised
+from autoamp.passes.write.emitted import CAST_KIND
+from autoamp.training.options import Options
 from tests.conformance.exploring import explore
 from tests.conformance.graphs import ATEN, Built, Recipe, attributes, inputs, recipes
 from tests.conformance.moves import MOVES, WHOLE

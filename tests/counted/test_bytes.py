@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from autoamp.counted.ops import Traffic, count_traffic, is_cast
+from autoamp.tools.count import Traffic, count_traffic, is_cast
 from benchmarks.bytes_step import WAYS, count_step
 from tests.models import BY_NAME
 

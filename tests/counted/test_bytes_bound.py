@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.counted.ops import Line, count_traffic, is_cast
+from autoamp.tools.count import Line, count_traffic, is_cast
 from benchmarks.bytes_bound import bytes_bound
 from tests.small_models import converted
 

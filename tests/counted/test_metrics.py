@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autoamp.counted.ops import Cast
+from autoamp.tools.count import Cast
 from tests.metrics import count_ops, saved_bytes
 from tests.models import BY_NAME, Case
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 
 import autoamp
 from autoamp import compat
-from autoamp.weights.sentinels import COPIES
+from autoamp.training.sentinels import COPIES
 from tests.distributed.ranks import Ranks
 from tests.distributed.traffic import counting
 from tests.distributed.training import Block, Net, Trained, batch, slow, steps

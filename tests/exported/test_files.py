@@ -89,7 +89,7 @@ def test_any_batch_in_one_onnx_file(rows: int, written: Path) -> None:
 def test_a_large_onnx_model_is_two_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autoamp.exported.onnx_files._LARGE", 1000)
+    monkeypatch.setattr("autoamp.tools.export_onnx._LARGE", 1000)
     path = tmp_path / "m.onnx"
     export(path, "onnx")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.onnx", "m.onnx.data"]

@@ -225,7 +225,7 @@ def test_a_pass_that_fails_is_an_error_and_no_fp32_program(
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr("autoamp.capture.engine.prepare", fails)
+    monkeypatch.setattr("autoamp.runtime.engine.prepare", fails)
     with pytest.raises(autoamp.ExportError) as raised:
         autoamp.export(two(), (X,), **BF16)
     says(raised, "no such thing")

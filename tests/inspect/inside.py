@@ -1,15 +1,15 @@
 """What tests of reports ask of the inside: counts, prices, a solver to compare with."""
 
-from autoamp.counted.ops import Counts, count_ops
-from autoamp.inspect.casts import cast_counts
-from autoamp.inspect.page.drawing import MOST_NODES
-from autoamp.inspect.rows import ALL_FP32
-from autoamp.inspect.text import FULL_WIDTH, WIDTH, bytes_text, seconds_text
-from autoamp.inspect.why import Flips
-from autoamp.model.conversion import conversion_of
-from autoamp.place.mincut import energy
-from autoamp.place.policies import POLICIES, project
-from autoamp.weights.sentinels import copies_of
+from autoamp.passes.decide.mincut import energy
+from autoamp.passes.decide.policies import POLICIES, project
+from autoamp.passes.rows import ALL_FP32
+from autoamp.report.casts import cast_counts
+from autoamp.report.page.drawing import MOST_NODES
+from autoamp.report.why import Flips
+from autoamp.runtime.conversion import conversion_of
+from autoamp.tools.count import Counts, count_ops
+from autoamp.training.sentinels import copies_of
+from autoamp.words import FULL_WIDTH, WIDTH, bytes_text, seconds_text
 
 WIDTHS = WIDTH, FULL_WIDTH
 """The widths of a report that is printed short, and in full."""

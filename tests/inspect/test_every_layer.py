@@ -201,7 +201,7 @@ def test_odd_models(call: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("broken", ["_cast_rows", "_op_rows", "costs_of"])
 def test_a_part_that_fails_costs_itself(broken: str, monkeypatch, caplog) -> None:
-    monkeypatch.setattr("autoamp.inspect.text.CAUGHT", (Exception,))
+    monkeypatch.setattr("autoamp.words.CAUGHT", (Exception,))
     model, given = between("Linear")
     device = "cpu:amx"  # a device whose times are predicted
     report = autoamp.explain(model, *given, options=BF16, device=device)
@@ -209,7 +209,7 @@ def test_a_part_that_fails_costs_itself(broken: str, monkeypatch, caplog) -> Non
     def fails(*_: object) -> None:
         raise KeyError("<planted>")
 
-    monkeypatch.setattr(f"autoamp.inspect.rows.{broken}", fails)
+    monkeypatch.setattr(f"autoamp.passes.rows.{broken}", fails)
     says(report, "could not be made", "KeyError: '<planted>'")
     assert str(report).startswith("autoamp report: Of")
     says(report.full(), "could not be made")

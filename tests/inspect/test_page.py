@@ -180,8 +180,8 @@ def test_costs_are_exact_where_affordable_and_bounds_elsewhere(
     report: autoamp.Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exact = [n for _, graph in pairs_of(report) for n in graph["nodes"]]
-    monkeypatch.setattr("autoamp.inspect.page.costs.MOST_WORK", 0)
-    monkeypatch.setattr("autoamp.inspect.page.costs.MOST_TRIES", 0)
+    monkeypatch.setattr("autoamp.report.page.costs.MOST_WORK", 0)
+    monkeypatch.setattr("autoamp.report.page.costs.MOST_TRIES", 0)
     bounds = [n for _, graph in pairs_of(report) for n in graph["nodes"]]
     solvers = [Flips(section.rewritten) for section in report.sections]
     flips = [

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from autoamp.kernels import proved
-from autoamp.kernels.algebra import Algebra, UnknownError, read
-from autoamp.kernels.chains import chains_in
-from autoamp.kernels.functions.attention import LONG, WRITTEN_ATTENTION, Kind, attention
-from autoamp.kernels.functions.norms import layer_norm, rms_norm
-from autoamp.kernels.functions.rotary import rotary
-from autoamp.kernels.meaning import exp, log, root, row_sum, tanh
-from autoamp.kernels.proved import Recognised, recognised
-from autoamp.place.devices import Device
+from autoamp.passes.decide.devices import Device
+from autoamp.passes.functions.attention import LONG, WRITTEN_ATTENTION, Kind, attention
+from autoamp.passes.functions.norms import layer_norm, rms_norm
+from autoamp.passes.functions.rotary import rotary
+from autoamp.passes.kernels import proved
+from autoamp.passes.kernels.algebra import Algebra, UnknownError, read
+from autoamp.passes.kernels.chains import chains_in
+from autoamp.passes.kernels.meaning import exp, log, root, row_sum, tanh
+from autoamp.passes.kernels.proved import Recognised, recognised
 
 __all__ = [
     "LONG", "WRITTEN_ATTENTION", "Algebra", "Device", "Kind", "Recognised",

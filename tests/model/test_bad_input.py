@@ -155,7 +155,7 @@ def failing_pass(monkeypatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise ArithmeticError("the bridge is out")
 
-    monkeypatch.setattr("autoamp.pipeline.run.normalise", fail)
+    monkeypatch.setattr("autoamp.passes.run.normalise", fail)
 
 
 @pytest.mark.usefixtures("failing_pass")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import autoamp
-from autoamp.options import OPTION_NAMES
+from autoamp.training.options import OPTION_NAMES
 from tests.logs import warned
 from tests.says import says
 from tests.small_models import BF16, WIDTH, mlp

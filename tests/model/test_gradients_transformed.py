@@ -21,9 +21,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp import graph_functions as functions
-from autoamp.graph_functions import FOR_COMPILERS, LEAF_FUNCTIONS, MESH_CALLS
-from autoamp.model.conversion import conversion_of
+from autoamp.passes import functions as functions
+from autoamp.passes.functions import FOR_COMPILERS, LEAF_FUNCTIONS, MESH_CALLS
+from autoamp.runtime.conversion import conversion_of
 from tests.small_models import Of
 
 WIDTH = 8
@@ -226,8 +226,8 @@ def test_the_table_has_every_function() -> None:
     names = torch._C._dispatch_get_all_op_names()
     assert {name for name in names if name.startswith("autoamp::")} == OPS
     homes = {function.__module__ for function in LEAF_FUNCTIONS}
-    homes |= {"autoamp.kernels.functions.attention"}  # of the op, which the table has
-    homes |= {"autoamp.kernels.functions.norms"}
+    homes |= {"autoamp.passes.functions.attention"}  # of the op, which the table has
+    homes |= {"autoamp.passes.functions.norms"}
     assert {each.__module__ for each in functions_of_autograd()} <= homes
 
 

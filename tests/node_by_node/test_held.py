@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp.errors import AutoampError
-from autoamp.node_by_node import held
+from autoamp.passes.check import held
 from tests.small_models import converted
 
 BF16, FP32 = torch.bfloat16, torch.float32

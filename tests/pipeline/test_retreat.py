@@ -40,11 +40,11 @@ class Net(nn.Module):
 
 
 INSIDE = {
-    "normalise": ("autoamp.trace.lowering", "Lowering.call_method"),
-    "classify": ("autoamp.analyse.classify", "_verdict"),
-    "price": ("autoamp.place.cost", "_Model.op"),
-    "casts": ("autoamp.rewrite.casts", "_Emitter._emit_op"),
-    "hoist": ("autoamp.pipeline.passes", "hoist_weight_casts"),
+    "normalise": ("autoamp.passes.see.lowering", "Lowering.call_method"),
+    "classify": ("autoamp.passes.decide.classify", "_verdict"),
+    "price": ("autoamp.passes.decide.cost", "_Model.op"),
+    "casts": ("autoamp.passes.write.casts", "_Emitter._emit_op"),
+    "hoist": ("autoamp.passes.list", "hoist_weight_casts"),
 }
 """The function of each pass that looks at one node; of `hoist`, the whole of it."""
 
@@ -65,7 +65,7 @@ def broken(patch: pytest.MonkeyPatch, name: str, op: str = "tanh") -> None:
             raise ValueError("planted")
         return real(*given)
 
-    patch.setattr("autoamp.trace.normalise.op_cache_for", lambda *_: None)
+    patch.setattr("autoamp.passes.see.normalise.op_cache_for", lambda *_: None)
     patch.setattr(owner, function, failing)
 
 

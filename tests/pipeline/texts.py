@@ -24,15 +24,16 @@ from torch.distributed.tensor import distribute_tensor
 
 from autoamp.compat import OpOverload
 from autoamp.dtypes import parse_low_dtype
-from autoamp.op_names import base_name
-from autoamp.options import Options
-from autoamp.pipeline import passes, run
-from autoamp.pipeline.checks import Checks
-from autoamp.pipeline.passes import PASSES, Pass, Phase, copies_of, takes_our_ops
-from autoamp.place.devices import Device
-from autoamp.rewrite.copied import copied
-from autoamp.rewrite.rewritten import Rewritten, Setting
-from autoamp.trace.normalise import normalise
+from autoamp.passes import list as passes
+from autoamp.passes import run
+from autoamp.passes.check.checks import Checks
+from autoamp.passes.decide.devices import Device
+from autoamp.passes.list import PASSES, Pass, Phase, copies_of, takes_our_ops
+from autoamp.passes.op_names import base_name
+from autoamp.passes.record import Rewritten, Setting
+from autoamp.passes.see.normalise import normalise
+from autoamp.passes.write.copied import copied
+from autoamp.training.options import Options
 from tests.one_rank import one_rank
 
 __all__ = [

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from autoamp.analyse.facts import FP32, Facts, NodeFacts, Operand
-from autoamp.analyse.verdict import Classified, Mode, Verdict
-from autoamp.inspect.rows import costs_of
-from autoamp.inspect.why import Again
-from autoamp.place.assign import Assignment, assign
-from autoamp.place.cost import Prices, price_graph
-from autoamp.place.devices import Device, Rates, device_of, rate_at
-from autoamp.place.flops import flops_of, formula_of
-from autoamp.place.mincut import ContradictionError, Group, Problem, energy, solve
-from autoamp.place.policies import POLICIES, forced, project, promote, tensorflow
-from autoamp.place.problem import build_problem, least_cost
+from autoamp.passes.decide.assign import Assignment, assign
+from autoamp.passes.decide.cost import Prices, price_graph
+from autoamp.passes.decide.devices import Device, Rates, device_of, rate_at
+from autoamp.passes.decide.flops import flops_of, formula_of
+from autoamp.passes.decide.mincut import (
+    ContradictionError,
+    Group,
+    Problem,
+    energy,
+    solve,
+)
+from autoamp.passes.decide.policies import (
+    POLICIES,
+    forced,
+    project,
+    promote,
+    tensorflow,
+)
+from autoamp.passes.decide.problem import build_problem, least_cost
+from autoamp.passes.decide.verdict import Classified, Mode, Verdict
+from autoamp.passes.rows import costs_of
+from autoamp.passes.see.facts import FP32, Facts, NodeFacts, Operand
+from autoamp.report.why import Again
 
 __all__ = [
     "FP32",

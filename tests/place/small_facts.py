@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from autoamp.rules import Category
+from autoamp.passes.rules import Category
 from tests.place.door import (
     Classified,
     Device,

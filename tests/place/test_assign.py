@@ -292,7 +292,9 @@ def test_only_what_has_a_gradient_is_returned_and_used(changed: dict[str, Any]) 
 def test_a_placement_that_breaks_its_own_rules_is_refused(monkeypatch) -> None:
     graph, verdicts = written("; ".join(f"deny n{i}" for i in range(10)))
     broken = frozenset(verdicts), 0
-    monkeypatch.setattr("autoamp.place.assign.least_cost", lambda problem: broken)
+    monkeypatch.setattr(
+        "autoamp.passes.decide.assign.least_cost", lambda problem: broken
+    )
     with pytest.raises(PlacementError) as raised:
         assigned(graph, verdicts, dict.fromkeys(verdicts, (1, 1)))
     says(raised, "bug in autoamp", "n0, n1, n2, n3, n4, n5, n6, n7 ...")

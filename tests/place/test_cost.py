@@ -468,7 +468,7 @@ def test_prices_follow_torchs_switches_for_tf32() -> None:
     program = """
 import json, os, sys
 import torch
-from autoamp.place.devices import named_device
+from autoamp.passes.decide.devices import named_device
 
 b = torch.backends
 for line in json.loads(sys.argv[1]):

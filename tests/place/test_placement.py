@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.rules import Rules
+from autoamp.passes.rules import Rules
 from tests import small_models
 from tests.place.door import FP32, POLICIES, Problem, costs_of, energy, project
 from tests.says import says

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autoamp.options import Options
-from autoamp.rules import Category, Rules
+from autoamp.passes.rules import Category, Rules
+from autoamp.training.options import Options
 from tests import small_models
 from tests.place.door import tensorflow
 from tests.small_models import Of, rewriting

@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
-from autoamp.place import devices
-from autoamp.planning import mesh, named, plan, ranks, step, ways
+from autoamp.passes.decide import devices
+from autoamp.tools import (
+    plan,
+)
+from autoamp.tools import (
+    plan_mesh as mesh,
+)
+from autoamp.tools import (
+    plan_named as named,
+)
+from autoamp.tools import (
+    plan_ranks as ranks,
+)
+from autoamp.tools import (
+    plan_step as step,
+)
+from autoamp.tools import (
+    plan_ways as ways,
+)
 
 FP32, AUTOCAST, AUTOAMP = ways.FP32, ways.AUTOCAST, ways.AUTOAMP
 IN_FP32, Setting, WayStep = ways.IN_FP32, ways.Setting, ways.WayStep

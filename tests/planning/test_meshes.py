@@ -21,7 +21,7 @@ import autoamp
 import autoamp_cli
 from autoamp import compat
 from autoamp.errors import OptionError
-from autoamp.options import Options
+from autoamp.training.options import Options
 from tests.planning.door import (
     AUTOAMP,
     AUTOCAST,

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import autoamp
 import autoamp_cli
 from autoamp import questions
-from autoamp.benchmark.meters import Held
 from autoamp.errors import OptionError, UnsupportedModelError
+from autoamp.tools.bench_meters import Held
 from tests.metrics import saved_bytes
 from tests.planning.door import (
     AUTOAMP,

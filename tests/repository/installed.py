@@ -134,7 +134,7 @@ def help_needs_no_torch() -> None:
 
 
 def rules_are_found() -> None:
-    from autoamp.rules.model import builtin_path
+    from autoamp.passes.rules.model import builtin_path
 
     assert builtin_path("bf16").parent.name == "_rules"
     has(command("rules", "list", "--precision", "fp16"), "linear", "exp")

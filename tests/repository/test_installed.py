@@ -15,14 +15,14 @@ from tests.repository.test_packaging import PROJECT, REPO, run
 
 SHIPPED = ["autoamp", "autoamp_cli", "autoamp_autoload.py", "autoamp_heat.py"]
 GUARDED = {
-    "executorch": ("executorch", "exported/targets.py"),
-    "onnx": ("onnx", "exported/targets.py"),
-    "pynvml": ("bench", "benchmark/meters.py"),
-    "safetensors": ("record", "snapshot/files.py"),
+    "executorch": ("executorch", "tools/export_targets.py"),
+    "onnx": ("onnx", "tools/export_targets.py"),
+    "pynvml": ("bench", "tools/bench_meters.py"),
+    "safetensors": ("record", "training/snapshot_files.py"),
 }
 """A module that may be missing, the extra that brings it, and the file that says so."""
 
-NAMED = {"transformers": "planning/named.py"}
+NAMED = {"transformers": "tools/plan_named.py"}
 """A library of models, imported where a user names one of its models, and the file that
 says how to install the library where it is missing."""
 

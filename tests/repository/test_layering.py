@@ -100,7 +100,7 @@ PRIVATE_ALLOWED: dict[tuple[str, str], str] = {
     (ANYWHERE, "torch.utils._pytree"): (
         "how FX flattens arguments; torch has no public name for it"
     ),
-    ("autoamp.model.conversion", "_replicate_for_data_parallel"): (
+    ("autoamp.runtime.conversion", "_replicate_for_data_parallel"): (
         "what nn.DataParallel calls; a method of that name is how it is met"
     ),
 }
@@ -247,7 +247,7 @@ def layer_of(module: str) -> int | None:
 
 
 def unit_of(module: str) -> str:
-    """`autoamp.place.mincut` belongs to `place`; the root to `__init__`."""
+    """`autoamp.passes.decide.mincut` belongs to `place`; the root to `__init__`."""
     top, *parts = module.split(".")
     if top != PACKAGE.name:
         return top
@@ -352,12 +352,12 @@ def plant(tmp_path, files: dict[str, str]) -> Path:
 
 LEGAL = {
     "errors.py": "",
-    "ops.py": "import torch\nfrom autoamp.errors import X",
-    "analyse/facts.py": "from autoamp.ops import Y",
-    "analyse/classify.py": "from autoamp.analyse.facts import Z",
-    "rewrite/casts.py": "from autoamp.analyse import facts",
-    "check/verify.py": "from autoamp.ops import Y",
-    "pipeline.py": "from autoamp.rewrite.casts import c, verify",
+    "passes/ops.py": "import torch\nfrom autoamp.errors import X",
+    "passes/see/facts.py": "from autoamp.passes.ops import Y",
+    "passes/decide/classify.py": "from autoamp.passes.see.facts import Z",
+    "passes/write/casts.py": "from autoamp.analyse import facts",
+    "passes/check/verify.py": "from autoamp.passes.ops import Y",
+    "pipeline.py": "from autoamp.passes.write.casts import c, verify",
     "cli.py": "import autoamp.pipeline",
     "__init__.py": "from autoamp.pipeline import run",
 }
@@ -372,20 +372,26 @@ def test_a_legal_tree_has_no_faults(tmp_path) -> None:
     [
         ({"errors.py": "def f():\n    import autoamp.cli"}, "higher layer"),
         ({"errors.py": "from .ops import x"}, "higher layer"),
-        ({"analyse/facts.py": "from ..pipeline import x"}, "analyse.facts:1 imports"),
-        ({"ops.py": "import_module('autoamp.cli')"}, "autoamp.ops:1 imports"),
+        (
+            {"passes/see/facts.py": "from ..pipeline import x"},
+            "analyse.facts:1 imports",
+        ),
+        (
+            {"passes/ops.py": "import_module('autoamp.cli')"},
+            "autoamp.passes.ops:1 imports",
+        ),
         ({"cli.py": "from . import convert"}, "package root"),
         ({"dtypes.py": "from autoamp.errors import X"}, "same layer"),
         (
-            {"analyse/facts.py": "from autoamp.analyse.classify import x"},
-            "import loop: autoamp.analyse.classify <-> autoamp.analyse.facts",
+            {"passes/see/facts.py": "from autoamp.passes.decide.classify import x"},
+            "import loop: autoamp.passes.decide.classify <-> autoamp.passes.see.facts",
         ),
         (
             {
-                "check/verify.py": "from autoamp.rewrite.helper import x",
-                "rewrite/helper.py": "from autoamp.rewrite.casts import x",
+                "passes/check/verify.py": "from autoamp.rewrite.helper import x",
+                "rewrite/helper.py": "from autoamp.passes.write.casts import x",
             },
-            "autoamp.check.verify -> autoamp.rewrite.helper -> autoamp.rewrite.casts",
+            "autoamp.passes.check.verify -> autoamp.rewrite.helper -> autoamp.passes.write.casts",
         ),
         ({"newcomer.py": ""}, "add `newcomer` to LAYERS"),
     ],
@@ -409,12 +415,12 @@ def test_a_fault_is_found(tmp_path, files: dict[str, str], fault: str) -> None:
     ],
 )
 def test_a_private_name_is_found(tmp_path, code: str, names: list[str]) -> None:
-    root = plant(tmp_path, {"ops.py": code, "compat.py": code})
+    root = plant(tmp_path, {"passes/ops.py": code, "compat.py": code})
     faults = private_faults(root, ())
     assert [fault.split()[2].rstrip(",") for fault in faults] == names
 
 
 def test_private_allowances_cover_and_expire(tmp_path) -> None:
-    root = plant(tmp_path, {"ops.py": "import torch._ops"})
+    root = plant(tmp_path, {"passes/ops.py": "import torch._ops"})
     assert private_faults(root, {(ANYWHERE, "torch._ops")}) == []
     assert len(private_faults(root, {(ANYWHERE, "torch._op")})) == 2

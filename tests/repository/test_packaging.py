@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 import autoamp
-from autoamp.rules.model import builtin_path
+from autoamp.passes.rules.model import builtin_path
 
 REPO = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoamp.check.changes import TOGETHER as MAY_GROUP
-from autoamp.check.compare import differences
-from autoamp.options import Options
-from autoamp.pipeline import passes
-from autoamp.pipeline.run import rewrite_graph
-from autoamp.place.devices import Device
-from autoamp.rewrite.copied import clean_up, copied
-from autoamp.rewrite.rewritten import Rewritten
+from autoamp.passes import list as passes
+from autoamp.passes.check.changes import TOGETHER as MAY_GROUP
+from autoamp.passes.check.compare import differences
+from autoamp.passes.decide.devices import Device
+from autoamp.passes.record import Rewritten
+from autoamp.passes.run import rewrite_graph
+from autoamp.passes.write.copied import clean_up, copied
+from autoamp.training.options import Options
 
-together: Any = importlib.import_module("autoamp.rewrite.together")
+together: Any = importlib.import_module("autoamp.passes.write.together")
 
 __all__ = [
     "MAY_GROUP", "Device", "clean_up", "copied", "differences", "passes",

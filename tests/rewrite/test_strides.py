@@ -166,7 +166,7 @@ def test_the_verifier_finds_other_strides(
     program: Callable[..., tuple[Tensor, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the pins the check fails, and the pass keeps what it names in fp32."""
-    monkeypatch.setattr("autoamp.analyse.classify.held_by_strides", lambda *_: {})
+    monkeypatch.setattr("autoamp.passes.decide.classify.held_by_strides", lambda *_: {})
     model, x = Of(program, fc=nn.Linear(8, 8)), torch.randn(4, 8)
     with pytest.raises(autoamp.errors.AutoampError) as raised:
         converted(copy.deepcopy(model))(x)

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import autoamp
 from autoamp.errors import VerificationError
-from autoamp.graph_functions import (
+from autoamp.passes.functions import (
     low_weight,
     low_weight_unscaled,
     low_weights,

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import autoamp
-from autoamp.op_names import exists
-from autoamp.rules import family
-from autoamp.rules.model import builtin_path
+from autoamp.passes.op_names import exists
+from autoamp.passes.rules import family
+from autoamp.passes.rules.model import builtin_path
 
 FAMILIES = tomllib.loads(builtin_path("families").read_text(encoding="utf-8"))
 

@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from autoamp import op_names
 from autoamp.errors import RulesError
-from autoamp.rules import Category, Condition, Rule, Rules, model, parse
+from autoamp.passes import op_names
+from autoamp.passes.rules import Category, Condition, Rule, Rules, model, parse
 from tests.says import says
 from tests.small_models import Of, rewritten
 
@@ -634,7 +634,7 @@ def test_the_size_limit_is_where_it_says(tmp_path, extra: int, fits: bool) -> No
 
 def test_an_op_this_torch_lacks_is_left_out_of_a_builtin_file(tmp_path, caplog) -> None:
     path = write(tmp_path, '[deny]\nexp="r"\nnot_yet="r"\n')
-    with caplog.at_level("DEBUG", logger="autoamp.rules"):
+    with caplog.at_level("DEBUG", logger="autoamp.passes.rules"):
         rules = read(path, builtin=True).rules
     assert list(rules) == ["aten::exp"]
     says(caplog.records, op="aten::not_yet")

@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 import autoamp
-from autoamp.saved.diff import diff
-from autoamp.saved.load import load
-from autoamp.saved.rows import SavedReport
+from autoamp.passes.op_rows import SavedReport
+from autoamp.passes.saved import load
+from autoamp.passes.saved_diff import diff
 from autoamp_cli import main
 from tests.saved.saved_reports import cast, document, layers, saved, text
 from tests.says import says

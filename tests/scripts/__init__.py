@@ -32,7 +32,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
-from autoamp.counted.flops import flops_of
+from autoamp.tools.count_flops import flops_of
 from tests.processes import run_script
 
 FOLDER = Path(__file__).resolve().parent

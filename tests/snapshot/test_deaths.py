@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp.snapshot import files
+from autoamp.training import snapshot_files as files
 from autoamp_cli import main
 from tests.says import says
 from tests.small_models import BF16
@@ -324,7 +324,7 @@ def test_the_newest_of_several_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_without_weights(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("autoamp.snapshot.write.MOST_BYTES", 2000)
+    monkeypatch.setattr("autoamp.training.snapshot.MOST_BYTES", 2000)
     train(DEATHS["batch"], tmp_path)
     facts = files.read(files.found_in(tmp_path)[0]).facts
     assert "more than 2000" in facts["weights"]

@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autoamp
 from autoamp.compat import gradients
-from autoamp.snapshot import files, write
+from autoamp.training import snapshot as write
+from autoamp.training import snapshot_files as files
 from tests.distributed.ranks import Ranks
 from tests.logs import warned
 from tests.processes import run_script
@@ -111,7 +112,7 @@ def test_a_grad_scaler(tmp_path: Path) -> None:
 
 
 def test_a_flag_that_only_a_kernel_knows_is_read_a_call_later(tmp_path: Path) -> None:
-    options = autoamp.options.Options(record=tmp_path)
+    options = autoamp.training.options.Options(record=tmp_path)
     writer = write.SnapshotWriter(tmp_path, options)
     model = autoamp.convert(net(), **BF16)
     writer.scaling = model._autoamp.engine.record.scaling

@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import autoamp
-from autoamp.place.devices import Device
+from autoamp.passes.decide.devices import Device
 from tests.spelled.data import Situation
 from tests.spelled.layers import WIDTH, Layer, Spelling
 

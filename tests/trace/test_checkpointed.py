@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp.pipeline import passes
+from autoamp.passes import list as passes
 from tests.metrics import relative_error
 
 WIDTH = 8

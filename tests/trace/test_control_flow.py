@@ -16,7 +16,7 @@ from torch._higher_order_ops.while_loop import while_loop
 
 import autoamp
 from autoamp.errors import AutoampError
-from autoamp.pipeline import passes
+from autoamp.passes import list as passes
 from tests.metrics import relative_error
 from tests.says import says
 from tests.small_models import BF16, converted

@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from autoamp.trace import normalise as passes
-from autoamp.trace.normalise import Normalised, normalise
-from autoamp.trace.op_cache import OpCache, op_cache_for
+from autoamp.passes.see import normalise as passes
+from autoamp.passes.see.normalise import Normalised, normalise
+from autoamp.passes.see.op_cache import OpCache, op_cache_for
 from tests.models import BY_NAME, LARGE
 from tests.quick import some_slow
 

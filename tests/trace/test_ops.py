@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch._ops import OpOverload
 
-from autoamp import op_names, ops
+from autoamp.passes import op_names, ops
 
 aten = torch.ops.aten
 

@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 
 import autoamp
-from autoamp.graph_functions import (
-    scaled_result,
-)
+from autoamp.passes.functions import scaled_result
 from tests.models import BY_NAME, Case
 from tests.quick import each_with_one, explored, some_slow
 from tests.small_models import Of

@@ -9,8 +9,8 @@ import transformers as hf
 from torch import nn
 
 import autoamp
-from autoamp.model.conversion import conversion_of
-from autoamp.weights.loaded import own_loaded_weights
+from autoamp.runtime.conversion import conversion_of
+from autoamp.training.loaded_weights import own_loaded_weights
 
 
 def small() -> hf.GPT2LMHeadModel:

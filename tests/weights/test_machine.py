@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import autoamp
-from autoamp.weights.sentinels import STEPS
+from autoamp.training.sentinels import STEPS
 from tests.metrics import relative_error
 from tests.small_models import WIDTH, converted, mlp
 from tests.weights.test_weights import CLOSE, MODES, error_now

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 import autoamp
-from autoamp.capture.graph import Graph
-from autoamp.model.conversion import conversion_of
-from autoamp.weights import copies
-from autoamp.weights.sentinels import STEPS, copies_of
+from autoamp.runtime.conversion import conversion_of
+from autoamp.runtime.graph import Graph
+from autoamp.training import weight_copies as copies
+from autoamp.training.sentinels import STEPS, copies_of
 
 LOW = torch.bfloat16
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp import compat
-from autoamp.weights import copies
+from autoamp.training import weight_copies as copies
 from tests.metrics import relative_error
 from tests.quick import each_with_one
 from tests.weights.test_weights import (

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp import compat
-from autoamp.capture.graph import Graph
-from autoamp.graph_functions import low_weight
-from autoamp.model.conversion import conversion_of
-from autoamp.weights import copies
+from autoamp.passes.functions import low_weight
+from autoamp.runtime.conversion import conversion_of
+from autoamp.runtime.graph import Graph
+from autoamp.training import weight_copies as copies
 from tests.metrics import relative_error
 from tests.small_models import WIDTH, converted, mlp
 

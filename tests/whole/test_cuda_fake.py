@@ -19,12 +19,12 @@ from torch.utils import _pytree as pytree
 
 from autoamp import compat
 from autoamp.errors import CaptureError
-from autoamp.graph_functions import WITH_FP32_STATE
-from autoamp.model.eligible import choose_device_precision
-from autoamp.options import Options
-from autoamp.pipeline.run import rewrite_graph
-from autoamp.rewrite.rewritten import Rewritten
-from autoamp.rules import Category, Rules
+from autoamp.passes.functions import WITH_FP32_STATE
+from autoamp.passes.record import Rewritten
+from autoamp.passes.rules import Category, Rules
+from autoamp.passes.run import rewrite_graph
+from autoamp.runtime.eligible import choose_device_precision
+from autoamp.training.options import Options
 from tests.fake_cuda import (
     SKIPPED,
     as_gpu,

@@ -248,11 +248,9 @@ def check_meaning(program: nn.Module, options: dict[str, Any]) -> None:
         assert error <= 3 * len(program.steps) * 2**-8 * scale, name
 
 
-test_writes_and_aliases_mean_what_they_meant = (
-    explored(
-        2 * EXAMPLES, DEEP, lambda most: (programs(exact=True, most=most), choices())
-    )(check_meaning)
-)
+test_writes_and_aliases_mean_what_they_meant = explored(
+    2 * EXAMPLES, DEEP, lambda most: (programs(exact=True, most=most), choices())
+)(check_meaning)
 
 
 def test_a_write_to_a_copy_reaches_no_product() -> None:

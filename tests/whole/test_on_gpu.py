@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp.calibrate import speeds
-from autoamp.calibrate.speeds import SWITCH
+from autoamp.passes.speeds import speeds
+from autoamp.passes.speeds.speeds import SWITCH
 from benchmarks.errors import relative_error
 
 pytestmark = pytest.mark.filterwarnings(

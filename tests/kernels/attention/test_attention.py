@@ -19,8 +19,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp.kernels.table import ATTENTION
-from autoamp.place.devices import Device
+from autoamp.passes.decide.devices import Device
+from autoamp.passes.kernels.table import ATTENTION
 from tests.spelled.attention import nano_gpt, timm, xformers
 from tests.spelled.data import Situation
 from tests.spelled.layers import HEADS, SIZE, WIDTH, Layer, Spelling

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp.place.devices import Device
+from autoamp.passes.decide.devices import Device
 from tests.kernels.attention.test_attention import converted, made, seen
 from tests.kernels.attention_backward.test_gradients import (
     SEEDS,

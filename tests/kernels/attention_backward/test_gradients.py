@@ -19,8 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp.kernels.functions.attention import LONG, WRITTEN_ATTENTION, Kind, attention
-from autoamp.place.devices import Device
+from autoamp.passes.decide.devices import Device
+from autoamp.passes.functions.attention import LONG, WRITTEN_ATTENTION, Kind, attention
 from tests.kernels.attention.test_attention import (
     LENGTH,
     Way,

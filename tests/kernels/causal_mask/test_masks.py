@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autoamp
-from autoamp.kernels.table import CAUSAL_MASK, NO_MASK
+from autoamp.passes.kernels.table import CAUSAL_MASK, NO_MASK
 from tests.small_models import Of
 
 LENGTH = 12

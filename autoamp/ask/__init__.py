@@ -1,1 +1,0 @@
-"""Answers questions about a model by running it on inputs, without changing it."""

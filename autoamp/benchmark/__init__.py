@@ -1,1 +1,0 @@
-"""`autoamp.bench`: times the ways to run a model, and counts what each way costs."""

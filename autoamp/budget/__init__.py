@@ -1,1 +1,0 @@
-"""`convert(budget=...)`: the least time within an error that the user states."""

@@ -1,1 +1,0 @@
-"""Measured speeds: of the device at hand, of single ops, and of whole calls."""

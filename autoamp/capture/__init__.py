@@ -1,1 +1,0 @@
-"""Captures a model's calls as graphs, has them rewritten and runs the results."""

@@ -1,1 +1,0 @@
-"""Checks every edit of a graph, by code that shares nothing with the passes."""

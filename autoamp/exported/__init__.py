@@ -1,1 +1,0 @@
-"""Takes a mixed-precision model out of the process: exported programs and files."""

@@ -1,1 +1,0 @@
-"""The functions that graphs call in the place of kernels that torch has not."""

@@ -1,1 +1,0 @@
-"""A converted model: how it is called, copied, reported on and given back."""

@@ -1,1 +1,0 @@
-"""Runs a graph node by node."""

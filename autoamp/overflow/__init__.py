@@ -1,1 +1,0 @@
-"""Where a number left its dtype's range: trail, culprit, remedy, message."""

@@ -1,0 +1,1 @@
+"""Checks of each pass, which share no code with the passes."""

@@ -1,0 +1,158 @@
+"""The check of each pass: the changes that the pass may make, and the proof of them.
+
+The proofs are in `check/`, which shares no code with the passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from autoamp.errors import VerificationError
+from autoamp.passes.check import changes
+from autoamp.passes.check.always import Footprint, check_always, footprint
+from autoamp.passes.check.changes import May
+from autoamp.passes.check.compare import differences
+from autoamp.passes.check.gradient_units import check_scales, check_units
+from autoamp.passes.check.numbers import check_alike, check_same_calls
+from autoamp.passes.check.standin import where
+from autoamp.passes.check.strides import check_strides
+from autoamp.passes.check.verify import Verifier
+from autoamp.passes.decide.problem import promised_casts
+from autoamp.passes.record import Rewritten
+from autoamp.passes.write.layouts import FORMATS
+
+
+def differs_only(may: May) -> Callable[[Checks, Rewritten, Rewritten], None]:
+    """The check of a pass that makes the changes of one row, and no others."""
+
+    def check(_: Checks, was: Rewritten, now: Rewritten) -> None:
+        if now.gm is not was.gm:
+            differences(was.gm, now.gm, may)
+
+    return check
+
+
+class Checks:
+    """The checks of one run of the passes, which share their findings.
+
+    Each method is given the record before and after a pass, and raises
+    `VerificationError` where the pass broke its word.
+    """
+
+    def __init__(self) -> None:
+        self._verifier: Verifier | None = None
+        self._seen: tuple[fx.GraphModule, Footprint] | None = None
+
+    def _verifier_of(self, before: fx.GraphModule) -> Verifier:
+        if self._verifier is None or self._verifier.original is not before:
+            self._verifier = Verifier(before)
+        return self._verifier
+
+    def always(self, was: Rewritten, now: Rewritten) -> None:
+        """The graph waits for nothing anew, sets nothing, and shares no more memory.
+
+        This check runs after every pass that edits a graph.
+        """
+        after = now.gm if now.code is was.code or now.code is None else now.code
+        if after is was.gm:
+            return
+        before = self._footprint(was.gm)
+        self._seen = after, footprint(after)
+        check_always(after, before, self._seen[1])
+
+    def _footprint(self, gm: fx.GraphModule) -> Footprint:
+        """That of `gm`, which as a rule is the graph that the pass before made."""
+        if self._seen is None or self._seen[0] is not gm:
+            self._seen = gm, footprint(gm)
+        return self._seen[1]
+
+    def replaced(self, was: Rewritten, now: Rewritten) -> None:
+        """Calls were replaced by calls that give the same numbers, and nothing else."""
+        if now.gm is was.gm:
+            return
+        found = differences(was.gm, now.gm, changes.KERNELS)
+        check_alike(found, every=was.options.strict)
+
+    def recounted(self, was: Rewritten, now: Rewritten) -> None:
+        """The casts and ops of the emitted graph cost what the placement promised."""
+        verifier = self._verifier_of(was.gm)
+        prices, assignment = was.prices, was.assignment
+        counted = verifier.recount(now.gm, prices.ops, prices.down, prices.up)
+        if counted != assignment.cost:
+            low = frozenset(n for n, d in assignment.decisions.items() if d.low)
+            casts = promised_casts(assignment.problem, low)
+            raise VerificationError(
+                f"the emitted graph costs {counted}, the placement promised "
+                f"{assignment.cost} (units of 0.1 ns); this is a bug in autoamp",
+                nodes=verifier.not_as_promised(now.gm, low, casts),
+            )
+
+    def same_program(self, was: Rewritten, now: Rewritten) -> None:
+        """The emitted graph is the program of the graph before, but for its casts."""
+        pinned = was.classified.pinned
+        self._verifier_of(was.before).verify(
+            now.gm, pinned, pinned - was.classified.promoted
+        )
+
+    def hoisted(self, was: Rewritten, now: Rewritten) -> None:
+        """Casts of weights became inputs or constants of the graph; all else stayed."""
+        given = _inputs(was.gm)
+        extra = _inputs(now.gm)[len(given) :]
+        weights = [given[at] for at in now.weights]
+        copies = dict(zip(extra, weights, strict=True))
+        differences(was.gm, now.gm, changes.hoisted(copies))
+
+    def edge(self, was: Rewritten, now: Rewritten) -> None:
+        """Only gradients changed, and their units agree."""
+        if now.gm is was.gm:
+            return
+        extra = _inputs(now.gm)[len(_inputs(was.gm)) :]
+        if len(extra) != 3 * len(now.edge.devices):
+            raise VerificationError(f"the edge has the extra inputs {extra}")
+        differences(was.gm, now.gm, changes.scaled(extra))
+        check_scales(now.gm, extra)
+        check_units(now.gm)
+
+    def laid_out(self, was: Rewritten, now: Rewritten) -> None:
+        """Only copies in another layout were added; every result lies as it did."""
+        if now.gm is was.gm:
+            return
+        differences(was.gm, now.gm, changes.LAYOUTS)
+        given = len(_inputs(was.gm)) - len(now.layouts) - 3 * len(now.edge.devices)
+        copies = _inputs(now.gm)[given:]
+        pairs = zip(copies, now.layouts, strict=False)
+        last = {name for name, layout in pairs if layout in FORMATS.values()}
+        check_strides(now.gm, last, FORMATS)
+
+    def on_meshes(self, was: Rewritten, now: Rewritten) -> None:
+        """Torch's calls on DTensors are back where the model makes them."""
+        differences(was.gm, now.gm, changes.ON_MESHES)
+        for node in (n for gm in _graphs(now.gm) for n in gm.graph.nodes):
+            if changes.crosses(node):
+                raise VerificationError(
+                    f"{where(node)} is not the call that the model makes on the mesh",
+                    nodes=[node.name],
+                )
+
+    def bound(self, was: Rewritten, now: Rewritten) -> None:
+        """The code calls functions that call the graph's ops, on the same operands."""
+        if now.code is not None:
+            differences(was.gm, now.code, changes.BINDINGS)
+            check_same_calls(was.gm, now.code)
+
+    def for_compilers(self, was: Rewritten, now: Rewritten) -> None:
+        """Functions were exchanged for their forms for compilers, and no others."""
+        if now.code is was.code or now.code is was.gm:
+            return
+        assert now.code is not None
+        differences(was.gm, now.code, changes.COMPILERS)
+
+
+def _inputs(gm: fx.GraphModule) -> list[str]:
+    return [n.name for n in gm.graph.nodes if n.op == "placeholder"]
+
+
+def _graphs(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    return [m for m in gm.modules() if isinstance(m, fx.GraphModule)]

@@ -1,0 +1,217 @@
+"""Checks by units that every gradient is scaled once on its way in and unscaled once.
+
+Inside a graph whose loss is scaled a gradient is either true or scaled, as a length is
+in metres or in feet.  Backwards are linear, so the gradient of an op's result and those
+of its operands are in the same unit; the functions of the edge change the unit, each in
+one way; the gradients of the graph's results and of its inputs are true.  The
+units of a graph either agree, or some gradient is scaled twice or never.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import Tensor, fx
+
+from autoamp import compat
+from autoamp.errors import VerificationError
+from autoamp.passes.check.standin import named, storages_of, where
+from autoamp.passes.functions import (
+    FOR_COMPILERS,
+    low_uses,
+    low_weight,
+    low_weight_unscaled,
+    scale_grad,
+    scaled_result,
+    traced_scale_grad_,
+    traced_scale_grad_apart,
+    unscale_grad,
+    unscale_grad_,
+    unscale_half,
+)
+from autoamp.passes.see.nodes import tensors_of, written_values
+
+TRUE, SCALED = "true", "scaled"
+
+_WAYS: dict[Callable[..., Any], tuple[str, str]] = {
+    scale_grad: (SCALED, TRUE),
+    scaled_result: (SCALED, TRUE),
+    traced_scale_grad_: (SCALED, TRUE),
+    traced_scale_grad_apart: (SCALED, TRUE),
+    unscale_grad: (TRUE, SCALED),
+    unscale_grad_: (TRUE, SCALED),
+    unscale_half: (TRUE, SCALED),
+    low_weight_unscaled: (TRUE, SCALED),
+}
+_WAYS |= {traced: _WAYS[plain] for plain, traced in FOR_COMPILERS.items()}
+"""Each function of the edge: the unit of its operand's gradient, of its result's."""
+
+_FIRST_ALONE = frozenset({*_WAYS, low_weight, low_uses})
+"""Calls whose gradient goes to their first operand alone."""
+
+
+_READS: dict[Callable[..., Any], tuple[int, ...]] = {
+    scale_grad: (0,),
+    scaled_result: (0,),
+    unscale_grad: (1, 2),
+    unscale_grad_: (1, 2),
+    unscale_half: (1, 2),
+    low_weight_unscaled: (1, 2),
+}
+"""Each function of the edge: which of a device's three inputs it reads last."""
+
+
+def check_scales(gm: fx.GraphModule, extra: Sequence[str]) -> None:
+    """Raises where a function of the edge reads another input than it must.
+
+    Args:
+        extra: names of the inputs for loss scaling: for each device the loss scale, its
+            inverse and the flag for overflows.
+
+    Raises:
+        VerificationError: the message names the function and the inputs.
+    """
+    for node in gm.graph.nodes:
+        wanted = _READS.get(node.target)
+        if wanted is None:
+            continue
+        device = node.all_input_nodes[0].meta["val"].device
+        devices = [
+            at
+            for at in range(0, len(extra), 3)
+            if gm.graph.find_nodes(op="placeholder", target=extra[at])[0]
+            .meta["val"]
+            .device
+            == device
+        ]
+        names = [n.name for n in node.args[-len(wanted) :]]
+        if [[extra[at + w] for w in wanted] for at in devices] != [names]:
+            raise VerificationError(
+                f"{where(node)} reads {', '.join(names)} for the scale of {device}",
+                nodes=named(node),
+            )
+
+
+def check_units(gm: fx.GraphModule) -> None:
+    """Raises where a gradient of a scaled graph is in another unit than it must be.
+
+    Values that the graph writes to are left out: a write gives a value a new history,
+    and the value after the write is another one under the same memory.
+
+    Raises:
+        VerificationError: two paths of gradients meet in different units.
+    """
+    nodes = list(gm.graph.nodes)
+    if not any(node.target in _WAYS for node in nodes):
+        return
+    related = nx.Graph()
+    related.add_nodes_from((TRUE, SCALED))
+    counted = flowing_in(gm.graph) - _written(gm)
+    # `scale_grad` gives the value itself, whose maker's backward begins with the scale:
+    # what readers give to the value, by either name, is true.
+    entering = {node.args[0] for node in nodes if node.target is scale_grad}
+    for node in nodes:
+        if node.op == "output":
+            read = [n for n in node.all_input_nodes if n in counted]
+            related.add_edges_from((TRUE, value) for value in read)
+        if node not in counted:
+            continue
+        if node.op == "placeholder":
+            related.add_edge(TRUE, node)
+            continue
+        of_operand, of_result = _WAYS.get(node.target, (node, node))
+        related.add_edge(of_result, node)
+        operands = node.all_input_nodes[: 1 if node.target in _FIRST_ALONE else None]
+        for operand in (n for n in operands if n in counted):
+            given: Any = operand
+            if operand in entering and node.target is not scale_grad:
+                given = ("read", operand)
+                related.add_edge(TRUE, given)
+            related.add_edge(of_operand, given)
+    if nx.has_path(related, TRUE, SCALED):
+        _, *path, _ = nx.shortest_path(related, TRUE, SCALED)
+        values = [each if isinstance(each, fx.Node) else each[1] for each in path]
+        first, last = values[0], values[-1]
+        raise VerificationError(
+            f"the gradient of {first.name} would be both true and scaled, at "
+            f"{where(last)}",
+            nodes=(*named(first), *named(last)),
+        )
+
+
+def flowing_in(graph: fx.Graph) -> set[fx.Node]:
+    """The values that a gradient flows into, as autograd says of tensors of no data."""
+    found: set[fx.Node] = set()
+    memo: dict[Any, bool] = {}
+    recording = torch.is_grad_enabled()
+    for node in graph.nodes:
+        if node.target is compat.SET_GRAD:
+            recording = bool(node.args[0])
+        elif node.op == "placeholder":
+            trained = node.meta.get("autoamp_requires_grad", False)
+            if trained or any(
+                t.requires_grad for t in tensors_of(node.meta.get("val"))
+            ):
+                found.add(node)
+        elif node.op == "call_function" and recording and any(_floats(node)):
+            operands = [n for n in node.all_input_nodes if n in found]
+            if operands and (node.target in _FIRST_ALONE or _passes(node, found, memo)):
+                found.add(node)
+    return found
+
+
+def _floats(node: fx.Node) -> Iterator[bool]:
+    values = tensors_of(node.meta.get("val"))
+    return (t.is_floating_point() or t.is_complex() for t in values)
+
+
+def _passes(node: fx.Node, flowing: Collection[fx.Node], memo: dict[Any, bool]) -> bool:
+    """Whether autograd records a call; taken for granted where it cannot be asked."""
+    target = node.target
+    if not isinstance(target, compat.OpOverload):
+        return True
+    given = [n in flowing for n in node.all_input_nodes]
+    key = (target, *given, *map(repr, _leaves(node)))
+    if key not in memo:
+        memo[key] = _asked(node, flowing)
+    return memo[key]
+
+
+def _leaves(node: fx.Node) -> list[Any]:
+    found = torch.utils._pytree.tree_leaves((node.args, node.kwargs))
+    return [v for v in found if not isinstance(v, fx.Node)]
+
+
+def _asked(node: fx.Node, flowing: Collection[fx.Node]) -> bool:
+    def empty(operand: fx.Node) -> Any:
+        value = operand.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            return compat.hint(value)
+        if not isinstance(value, Tensor):
+            raise TypeError("not a tensor")
+        flows = operand in flowing and value.is_floating_point()
+        return compat.like(value, device="meta").requires_grad_(flows)
+
+    try:
+        with compat.on_real_numbers(), torch.enable_grad():
+            args, kwargs = fx.map_arg((node.args, node.kwargs), empty)
+            if "device" in kwargs:
+                kwargs = {**kwargs, "device": torch.device("meta")}
+            assert callable(node.target)
+            made = node.target(*args, **kwargs)
+    except Exception:  # noqa: BLE001  # the op has no meta kernel, or writes to a leaf
+        return True
+    return any(t.requires_grad for t in tensors_of(made))
+
+
+def _written(gm: fx.GraphModule) -> set[fx.Node]:
+    """The values that share memory with something that the graph writes to."""
+    nodes = list(gm.graph.nodes)
+    written = [value for node in nodes for value in written_values(node)]
+    in_place = (unscale_grad_, traced_scale_grad_)
+    written += [n.all_input_nodes[0] for n in nodes if n.target in in_place]
+    storages = storages_of(written)
+    return {node for node in nodes if not storages.isdisjoint(storages_of([node]))}

@@ -1,0 +1,206 @@
+"""Casts results whose dtype is not the dtype that the graph promises.
+
+The passes know dtypes from stand-in tensors, but a real kernel may return another
+dtype: the kernel of a custom op whose `register_fake` is wrong, or a kernel of torch's
+that takes another path for some data.  The calls after such a kernel would raise, or
+would silently run in fp32.  So the first run of a graph goes node by node and compares
+each result with its node; a result of another dtype is cast, in that run and in all
+later runs.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from autoamp import compat
+from autoamp.dtypes import LOW_DTYPES, short_name
+from autoamp.errors import VerificationError
+from autoamp.passes.check.changes import held
+from autoamp.passes.check.compare import differences
+from autoamp.passes.check.numbers import check_same_calls
+from autoamp.passes.functions import dtypes_in, op_with_its_state, with_dtypes
+from autoamp.passes.functions.casts import Dtypes
+from autoamp.passes.node_by_node import Observer, Runner
+from autoamp.passes.op_names import base_name
+from autoamp.passes.options import PassOptions
+from autoamp.passes.prepared import Prepared
+from autoamp.passes.see.nodes import source_line
+from autoamp.passes.write.bindings import with_bindings
+from autoamp.passes.write.copied import copied
+
+_LOW = frozenset(LOW_DTYPES.values())
+
+
+class Broken(NamedTuple):
+    """A result whose dtype is not the dtype that its node promises.
+
+    Attributes:
+        given: the dtypes of the result.
+        sentence: names the op, its source line and the dtypes.
+        denied: the op's name for `deny=`, which would keep the op in fp32; "" where the
+            op reads fp32 already.
+    """
+
+    given: Dtypes
+    sentence: str
+    denied: str
+
+    def message(self, options: PassOptions) -> str:
+        """The sentence, with the option that keeps the op in fp32."""
+        if not self.denied:
+            return self.sentence
+        advice = options.advice("deny", [self.denied])
+        return f"{self.sentence}; {advice} keeps {self.denied} in fp32"
+
+
+class Held(Observer):
+    """Casts each result to the dtype that its node promises.
+
+    Attributes:
+        broken: the nodes whose results had another dtype and were cast.
+    """
+
+    def __init__(self) -> None:
+        self.broken: dict[fx.Node, Broken] = {}
+
+    def after(self, _: fx.Interpreter, n: fx.Node, value: Any) -> Any:
+        """The value, cast if its dtype is not the dtype of its node."""
+        if n.op != "call_function" or n.target is operator.getitem:
+            return value
+        said, given = dtypes_in(n.meta.get("val")), dtypes_in(value)
+        if given == said:
+            return value
+        differ = _differences(said, given)
+        # What the graph returns may be as the call gives it without autoamp too.
+        returned = any(user.op == "output" for user in n.users)
+        if not differ or (returned and not _reads_low(n)):
+            return value
+        self.broken[n] = _broken(n, given, differ)
+        return with_dtypes(value, said)
+
+
+def hold_first_run(
+    prepared: Prepared, options: PassOptions, tell: Callable[[str], None]
+) -> None:
+    """Makes the first run of a graph check the dtypes of all results.
+
+    Where the run finds a result of another dtype, a cast is put into the graph behind
+    the result's node, and the next run checks the edited graph.
+
+    Args:
+        options: the options by which the user may keep an op in fp32.
+        tell: called with a sentence about each result that has to be cast.
+
+    Raises:
+        VerificationError: under `strict`, a check found the graph with the casts to be
+            another program; elsewhere each run then goes on node by node.
+    """
+    plain, lock = prepared.run, threading.Lock()
+
+    def first(*args: Any) -> Any:
+        nonlocal plain
+        ran, held = prepared.gm, Held()
+        results = Runner(ran, [held]).run(*args)
+        with lock:
+            if prepared.gm is not ran:
+                return results  # another thread has put casts in meanwhile
+            if not held.broken:
+                prepared.run = plain
+                return results
+            told = [each.message(options) for each in held.broken.values()]
+            try:
+                amended = _with_casts(ran, held.broken)
+                code = _checked(ran, amended, held.broken)
+            except VerificationError as error:
+                if options.strict:
+                    raise
+                told.append(
+                    "the graph runs node by node at every call, to cast such results: "
+                    f"{error}"
+                )
+            else:
+                prepared.gm, plain = amended, code.forward
+            for problem in told:
+                if problem not in prepared.notes:
+                    prepared.notes += (problem,)
+                    tell(problem)
+        return results
+
+    prepared.run = first
+
+
+def _checked(
+    gm: fx.GraphModule, amended: fx.GraphModule, broken: Iterable[fx.Node]
+) -> fx.GraphModule:
+    """The code of `amended`, which may differ from `gm` in casts behind broken nodes.
+
+    Raises:
+        VerificationError: `amended` or its code is another program.
+    """
+    differences(gm, amended, held(frozenset(n.name for n in broken)))
+    code = with_bindings(amended)
+    check_same_calls(amended, code)
+    compat.make_code(code)
+    return code
+
+
+def _reads_low(n: fx.Node) -> bool:
+    """Whether the pass changed a call: it reads a low value, or a function of ours."""
+    if getattr(n.target, "__module__", "").startswith("autoamp."):
+        return True
+    read = [
+        d for operand in n.all_input_nodes for d in dtypes_in(operand.meta.get("val"))
+    ]
+    return not _LOW.isdisjoint(read)
+
+
+def _differences(said: Dtypes, given: Dtypes) -> dict[str, None]:
+    """Each difference in words; a part whose dtype the node leaves open is skipped."""
+    if len(said) != len(given):
+        return {}
+    return {
+        f"{short_name(b)} where {short_name(a)} was expected": None
+        for a, b in zip(said, given, strict=True)
+        if a is not None and b is not None and a != b
+    }
+
+
+def _broken(n: fx.Node, given: Dtypes, differ: Iterable[str]) -> Broken:
+    op = op_with_its_state(n.target)
+    name = getattr(op, "__name__", str(op))
+    if isinstance(op, compat.OpOverload):
+        name = base_name(op).removeprefix("aten::")
+    source = source_line(n)
+    at = f" (at {source})" if source else ""
+    which = ", ".join(differ)
+    sentence = f"the kernel of {name}{at} returns {which}; autoamp casts the result"
+    return Broken(given, sentence, name if _reads_low(n) else "")
+
+
+def _with_casts(gm: fx.GraphModule, broken: Mapping[fx.Node, Broken]) -> fx.GraphModule:
+    """A copy of `gm` in which the dtypes of broken nodes are corrected, and cast."""
+    amended, copies = copied(gm)
+    for node, each in broken.items():
+        if node in copies:
+            _cast_behind(copies[node], each.given)
+    for name, body in gm.named_children():
+        if isinstance(body, fx.GraphModule):
+            setattr(amended, name, _with_casts(body, broken))
+    amended.graph.lint()
+    amended.recompile()
+    return amended
+
+
+def _cast_behind(node: fx.Node, given: Dtypes) -> None:
+    """Corrects the dtype that a node promises; its readers read a cast instead."""
+    graph, said = node.graph, node.meta["val"]
+    with graph.inserting_after(node):
+        cast = graph.call_function(with_dtypes, (node, dtypes_in(said)))
+    cast.meta = dict(node.meta)
+    node.meta = {**node.meta, "val": with_dtypes(said, given)}
+    node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)

@@ -1,0 +1,139 @@
+"""Finds the layouts that a graph's values really have, after layouts were changed.
+
+A graph records the strides that the graph before had.  Here the values that
+follow a changed layout are computed again on fake tensors, node by node.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.errors import VerificationError
+from autoamp.passes.check.call_facts import is_view
+from autoamp.passes.check.standin import named, where
+from autoamp.passes.functions import laid_out
+from autoamp.passes.see.nodes import tensors_of
+
+
+def check_strides(
+    gm: fx.GraphModule, last: Collection[str], formats: dict[int, torch.memory_format]
+) -> None:
+    """Raises where a changed layout reaches a result, or a call that cannot take it.
+
+    Args:
+        last: names of inputs that come with their channels last.
+        formats: that memory format, by the number of dimensions.
+
+    Raises:
+        VerificationError: a result has other strides, or a call fails on its operands.
+    """
+    laid: dict[fx.Node, Any] = {}
+    mode = compat.new_fake_mode(symbolic=False)
+
+    def value(node: fx.Node) -> Any:
+        return laid[node] if node in laid else _fake(node.meta.get("val"), mode)
+
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and node.name in last:
+            plain = value(node)
+            laid[node] = plain.contiguous(memory_format=formats[plain.dim()])
+            continue
+        if node.op == "get_attr":
+            held = operator.attrgetter(str(node.target))(gm)
+            if _strides(held) != _strides(node.meta.get("val")):
+                laid[node] = _fake(held, mode)
+            continue
+        if node.target is not laid_out and laid.keys().isdisjoint(node.all_input_nodes):
+            continue
+        if node.op == "output":
+            _results_lie_as_before(node, laid)
+            continue
+        try:
+            made = _made(node, value, mode)
+            if is_view(node.target):
+                _shows_as_before(node, value, mode)
+        except VerificationError:
+            raise
+        except Exception as error:
+            raise VerificationError(
+                f"{where(node)} fails on operands with the channels last: "
+                f"{type(error).__name__}: {error}",
+                nodes=named(node),
+            ) from error
+        if _strides(made) != _strides(node.meta.get("val")):
+            laid[node] = made
+
+
+def _made(
+    node: fx.Node, value: Callable[[fx.Node], Any], mode: compat.FakeTensorMode
+) -> Any:
+    """What a call gives for operands with the fake tensors `value`."""
+    with mode, compat.as_traced(), torch.no_grad():
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _shows_as_before(
+    node: fx.Node, value: Callable[[fx.Node], Any], mode: compat.FakeTensorMode
+) -> None:
+    """Raises where a call that was a view makes a copy now, or the other way round.
+
+    `reshape` does so, and a later write to the operand would be seen or missed.
+    """
+    shows = [
+        _shared(_made(node, operands.__getitem__, mode), operands)
+        for operands in (
+            {n: _fake(n.meta.get("val"), mode) for n in node.all_input_nodes},
+            {n: value(n) for n in node.all_input_nodes},
+        )
+    ]
+    if shows[0] != shows[1]:
+        raise VerificationError(
+            f"{where(node)} shows memory of other operands with the channels last",
+            nodes=named(node),
+        )
+
+
+def _shared(made: Any, operands: dict[fx.Node, Any]) -> set[fx.Node]:
+    """The operands whose memory a result shows."""
+    shown = {compat.storage_id(t) for t in tensors_of(made)}
+    return {
+        n
+        for n, given in operands.items()
+        if not shown.isdisjoint(compat.storage_id(t) for t in tensors_of(given))
+    }
+
+
+def _results_lie_as_before(output: fx.Node, laid: dict[fx.Node, Any]) -> None:
+    for node in output.all_input_nodes:
+        if node in laid:
+            raise VerificationError(
+                f"{where(node)} is returned with strides {_strides(laid[node])}, "
+                f"where the model's has {_strides(node.meta['val'])}",
+                nodes=named(node),
+            )
+
+
+def _fake(value: Any, mode: compat.FakeTensorMode) -> Any:
+    """A fake tensor like a recorded value, with numbers for symbolic sizes."""
+    with mode:
+        return compat.like(value)
+
+
+def _strides(value: Any) -> list[Any]:
+    """The strides that tell elements apart, of each tensor of a value."""
+    return [
+        [
+            compat.hint(stride)
+            for size, stride in zip(t.shape, t.stride(), strict=True)
+            if compat.hint(size) != 1
+        ]
+        for t in tensors_of(value)
+        if all(compat.hint(size) for size in t.shape)
+    ]

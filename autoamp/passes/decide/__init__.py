@@ -1,0 +1,1 @@
+"""Passes that decide: a verdict and a price for each op, and the cheapest placement."""

@@ -1,0 +1,318 @@
+"""Rules laid over facts: the verdict on each node, with a reason a user can read.
+
+The one decision about precision here is a *pin* to fp32, for a node that must not run
+low.  Every other node is free, and `place` chooses its precision.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.dtypes import HIGH_DTYPE, short_name
+from autoamp.errors import PassError
+from autoamp.passes.decide.as_written import (
+    as_authors_say,
+    as_written,
+    with_its_results,
+)
+from autoamp.passes.decide.ceiling import under_ceiling
+from autoamp.passes.decide.pins import Context, Site, first_pin, held_by_strides
+from autoamp.passes.decide.verdict import GAVE_UP, Classified, Mode, Verdict, all_of
+from autoamp.passes.functions import STATE
+from autoamp.passes.op_names import base_name
+from autoamp.passes.ops import is_custom, is_inplace, is_pointwise, is_view
+from autoamp.passes.rules import Category, Condition, Rule, Rules, family
+from autoamp.passes.see.facts import Facts, NodeFacts, Operand, read_wide
+from autoamp.passes.see.nodes import argument, tensors_of
+from autoamp.passes.see.numbers import cut_off, extreme_values, known_numbers
+
+
+def classify(
+    gm: fx.GraphModule,
+    facts: Facts,
+    rules: Rules,
+    low: torch.dtype,
+    keep: Sequence[str] = (),
+    *,
+    kept: Mapping[str, str] | None = None,
+    given_up: Mapping[str, str] | None = None,
+    ceiling: bool = True,
+    to_the_letter: bool = False,
+) -> Classified:
+    """A verdict for every node that reads or makes fp32 tensors.
+
+    Args:
+        keep: patterns of the module paths that stay fp32.
+        kept: the reasons of patterns that are not from the user's `keep=`.
+        given_up: nodes that stay fp32 whatever their ops are, to the reasons.
+        ceiling: pin ops that type promotion would leave fp32 (`passes/decide/ceiling.py`).
+        to_the_letter: the rules decide alone, as the lists do in TensorFlow; calls are
+            pinned all the same where torch has no choice (docs/how-it-works.md).
+    """
+    given_up = given_up or {}
+    nodes = {n.name: n for n in gm.graph.nodes}
+    under = Context(
+        facts,
+        rules,
+        low,
+        keep=keep,
+        kept=kept or {},
+        known=known_numbers(gm),
+        strides=held_by_strides(gm, facts),
+        to_the_letter=to_the_letter,
+    )
+    verdicts: dict[str, Verdict] = {}
+    for name, fact in facts.nodes.items():
+        if name in facts.constants or not fact.involves_floats:
+            continue
+        if nodes[name].target is operator.getitem and name in facts.element_of:
+            continue
+        if name in given_up:
+            modes = all_of("same", fact)
+            verdicts[name] = Verdict(
+                Category.DENY, given_up[name], GAVE_UP, True, modes
+            )
+            continue
+        try:
+            verdicts[name] = _verdict(nodes[name], fact, under)
+        except Exception as error:
+            raise PassError.at(name, error) from error
+    facts = _with_fp32_results(facts, verdicts)
+    found = Classified(facts, verdicts)
+    if ceiling:
+        found = under_ceiling(gm, found)
+    by_node = {name: _rule_of(node, rules) for name, node in nodes.items()}
+    extreme = extreme_values(gm, found, by_node, low)
+    verdicts = {
+        name: _casting_extremes(verdict, facts.nodes[name], extreme)
+        for name, verdict in found.verdicts.items()
+    }
+    return Classified(facts, verdicts, extreme)
+
+
+def _with_fp32_results(facts: Facts, verdicts: Mapping[str, Verdict]) -> Facts:
+    """The facts, in which calls that give fp32 in either precision are marked."""
+    marked = {
+        name: replace(facts.nodes[name], keeps_state=True)
+        for name, verdict in verdicts.items()
+        if verdict.fp32_results
+    }
+    return replace(facts, nodes={**facts.nodes, **marked}) if marked else facts
+
+
+def _casting_extremes(
+    verdict: Verdict, fact: NodeFacts, extreme: frozenset[str]
+) -> Verdict:
+    """The verdict, with a cast of ours for each 0-dim operand that may be extreme.
+
+    A kernel that converts `torch.tensor(finfo.min)` itself makes the number infinite;
+    our cast saturates.  A mask is filled in or added; a factor or divisor is no mask.
+    """
+    if not any(o.is_scalar and o.value in extreme for o in fact.operands):
+        return verdict
+    if fact.base.rstrip("_") in family("computes_with_its_number"):
+        return verdict
+    modes = tuple(
+        "same" if mode == "any" and o.is_scalar and o.value in extreme else mode
+        for o, mode in zip(fact.operands, verdict.modes, strict=True)
+    )
+    return replace(verdict, modes=modes)
+
+
+def _rule_of(node: fx.Node, rules: Rules) -> Rule | None:
+    """The rule of a call; a product of a value and itself is a square."""
+    rule = None
+    if node.target is torch.ops.aten.mul.Tensor and node.args[0] is node.args[1]:
+        rule = rules.lookup(torch.ops.aten.square.default)
+    return rule or rules.lookup(node.target)
+
+
+def _verdict(node: fx.Node, fact: NodeFacts, under: Context) -> Verdict:
+    written = as_written(
+        node, fact, under.facts, under.low, to_the_letter=under.to_the_letter
+    )
+    if written is not None:
+        return written
+    assert isinstance(node.target, compat.OpOverload)
+    rule = _rule_of(node, under.rules)
+    if rule is None:
+        verdict = as_authors_say(node, fact, under.low) or _by_schema(node.target, fact)
+    else:
+        verdict = _by_rule(rule, node, fact, under)
+    if base_name(node.target) in family("factory", "noise"):
+        verdict = replace(verdict, modes=all_of("any", fact))
+    if not under.to_the_letter and cut_off(node, under.low, under.known):
+        verdict = replace(verdict, moves=not verdict.pinned)
+    found = first_pin(Site(node, fact, verdict, under))
+    if found is None:
+        return verdict
+    pin, reason = found
+    return replace(
+        verdict,
+        pinned=True,
+        reason=reason,
+        origin=pin.origin,
+        may_round=pin.may_round,
+        moves=False,
+    )
+
+
+def _by_rule(rule: Rule, node: fx.Node, fact: NodeFacts, under: Context) -> Verdict:
+    category, reason = rule.category, rule.reason
+    for condition in rule.when:
+        if condition_holds(condition, node, fact):
+            category, reason = condition.category, condition.reason
+            break
+    modes = _rule_modes(rule, category, node, fact, under)
+    asks_fp32 = argument(node, "dtype") == HIGH_DTYPE and bool(fact.operands)
+    if category is Category.DENY:
+        rounds = rule.may_round and not asks_fp32
+        return Verdict(category, reason, rule.origin, True, modes, may_round=rounds)
+    # In TensorFlow only deny ops deny the ops after them; other fp32 ops do not.
+    pinned = category if under.to_the_letter else Category.DENY
+    if fact.device in rule.no_kernel:
+        reason = f"torch has no {short_name(under.low)} kernel of it on {fact.device}"
+        return Verdict(pinned, reason, rule.origin, True, modes)
+    if asks_fp32:
+        reason = "the model asks for an fp32 result (dtype=torch.float32)"
+        return Verdict(pinned, reason, "autoamp", True, all_of("any", fact))
+    verdict = Verdict(category, reason, rule.origin, False, modes)
+    if not is_custom(node.target):
+        return verdict
+    wanted = [HIGH_DTYPE if mode == "high" else under.low for mode in modes]
+    return with_its_results(verdict, node, wanted, fact)
+
+
+def _rule_modes(
+    rule: Rule, category: Category, node: fx.Node, fact: NodeFacts, under: Context
+) -> tuple[Mode, ...]:
+    """What each operand of a listed op needs."""
+    assert isinstance(node.target, compat.OpOverload)
+    modes = [_rule_mode(rule, node.target, o, fact) for o in fact.operands]
+    # After rounding, `topk` would pick other elements and `floor(2.999)` would be 3.
+    picks = rule.jumps or (category is Category.CLEAR and fact.makes_others)
+    if under.to_the_letter:
+        modes = ["same" if mode == "follow" else mode for mode in modes]
+    elif picks:
+        modes = ["follow" if mode == "same" else mode for mode in modes]
+    if fact.keeps_state:
+        wide = read_wide(node, under.low)
+        for at, operand in enumerate(fact.operands):
+            if operand.value in wide and operand.argument != STATE:
+                modes[at] = "any"
+    return tuple(modes)
+
+
+def _rule_mode(
+    rule: Rule, target: compat.OpOverload, operand: Operand, fact: NodeFacts
+) -> Mode:
+    if operand.argument in rule.fp32_operands:
+        return "high"
+    if fact.keeps_state and operand.argument == STATE:
+        return "high"
+    norm_parameter = operand.argument in ("weight", "bias")
+    fp32_parameters = base_name(target) in family("fp32_parameters_on_cpu")
+    if norm_parameter and fact.device == "cpu" and fp32_parameters:
+        return "high"
+    return _mode(target, operand, fact)
+
+
+def _by_schema(target: compat.OpOverload, fact: NodeFacts) -> Verdict:
+    """The verdict on an op that no rule knows: free if its schema or tags allow it."""
+    modes = tuple(_mode(target, o, fact) for o in fact.operands)
+    if is_pointwise(target):
+        reason = "in no list; torch tags it pointwise"
+        return Verdict(Category.INFER, reason, "schema", False, modes, listed=False)
+    if is_view(target):
+        reason = "in no list; its schema says it is a view"
+        return Verdict(Category.CLEAR, reason, "schema", False, modes, listed=False)
+    reason = "in no list, and not known to be pointwise or a view"
+    return Verdict(Category.DENY, reason, "schema", True, modes, listed=False)
+
+
+def _mode(target: compat.OpOverload, operand: Operand, fact: NodeFacts) -> Mode:
+    if base_name(target) == "aten::copy_" and operand.argument == "src":
+        return "any"  # `copy_` converts its source by itself
+    if not fact.makes_floats:
+        return "follow"  # comparisons, argmax: rounding first could change the answer
+    if not is_pointwise(target):
+        return "same"
+    others = [o for o in fact.operands if not o.is_scalar]
+    if operand.is_scalar and others:
+        return "any"  # 0-dim tensors take no part in promotion
+    written = is_inplace(target) and operand.argument != "self"
+    if written and base_name(target) != "aten::lerp_":
+        return "any"  # `add_` keeps the dtype of `self`, whatever is added
+    return "same"
+
+
+# -- the tests that a rule's condition may name ----------------------------------------
+
+
+def condition_holds(condition: Condition, node: fx.Node, facts: NodeFacts) -> bool:
+    """Whether `condition` is true of `node`; its value's type has been checked."""
+    value: Any = condition.value
+    match condition.test:
+        case "reduces_at_least":
+            return _reduces_at_least(node, facts, value)
+        case "exponent_outside":
+            exponent = argument(node, "exponent")
+            is_number = isinstance(exponent, int | float)
+            return not is_number or not value[0] <= exponent <= value[1]
+        case "argument_is":
+            return bool(argument(node, condition.argument) == value)
+        case "device_is":
+            return bool(facts.device == value)
+        case "contracts":
+            return _contracts(node, value)
+    raise AssertionError(condition.test)
+
+
+def _reduces_at_least(node: fx.Node, facts: NodeFacts, count: int) -> bool:
+    """Whether enough elements are read per element written.
+
+    A scan (cumsum) writes as many elements as it reads, so its axis counts instead.
+    """
+    dim, read = argument(node, "dim"), _sizes_read(node)
+    if _reduces_unknown(node, dim, read):
+        return True
+    if facts.numel and facts.numel == facts.read_numel and isinstance(dim, int):
+        return bool(read) and bool(compat.hint(read[dim]) >= count)
+    return bool(facts.read_numel >= count * max(facts.numel, 1))
+
+
+def _reduces_unknown(node: fx.Node, dim: object, read: list[Any]) -> bool:
+    """Whether a reduced axis is symbolic: later calls may have it at any length."""
+    made = tensors_of(node.meta.get("val"))
+    kept = made[0].shape if made else ()
+    if read == list(kept) and isinstance(dim, int) and read:
+        return not isinstance(read[dim], int)
+    unknown = Counter(str(s) for s in read if not isinstance(s, int))
+    return bool(unknown - Counter(str(s) for s in kept if not isinstance(s, int)))
+
+
+def _sizes_read(node: fx.Node) -> list[Any]:
+    first = next((n for n in node.all_input_nodes if "val" in n.meta), None)
+    value = first.meta["val"] if first is not None else None
+    return list(getattr(value, "shape", ()))
+
+
+def _contracts(node: fx.Node, wanted: bool) -> bool:
+    """Whether an `einsum` sums over an index that two operands share, as `wanted`."""
+    equation = argument(node, "equation")
+    if not isinstance(equation, str):  # `einsum` takes lists of numbers as well
+        return wanted
+    read, _, made = equation.replace(" ", "").partition("->")
+    operands = [set(term) - set(".") for term in read.split(",")]
+    times = Counter(index for operand in operands for index in operand)
+    letters = Counter(read.replace(",", "").replace(".", ""))
+    kept = set(made) if "->" in equation else {i for i in times if letters[i] == 1}
+    return wanted == any(n > 1 and index not in kept for index, n in times.items())

@@ -1,0 +1,231 @@
+"""From a classified graph and its prices to its placement problem, and the answer.
+
+The solver knows two sides.  Here the source side is low, and the sink side is fp32.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from autoamp.errors import PlacementError
+from autoamp.passes.decide.cost import Prices
+from autoamp.passes.decide.mincut import (
+    ContradictionError,
+    Group,
+    Problem,
+    contradiction,
+    solve,
+)
+from autoamp.passes.decide.pins import views_down_to
+from autoamp.passes.decide.verdict import Classified
+from autoamp.passes.see.facts import FP32, Facts
+
+
+def build_problem(classified: Classified, prices: Prices) -> Problem:
+    """The placement problem of a graph: unary prices, pins, casts, ties."""
+    facts = classified.facts
+    unary = dict(prices.ops)
+    pinned = {n: v.reason for n, v in classified.verdicts.items() if v.pinned}
+    for name in facts.constants:
+        unary[name] = (0, 0)
+        pinned[name] = "comes from outside the graph in fp32"
+    unary[FP32] = (0, 0)
+    pinned[FP32] = "is read in fp32 outside the graph"
+    why = "is returned, or viewed by what is, and shares memory with another tensor"
+    pinned |= dict.fromkeys(_returned_aliases(facts), why)
+    groups, follows = _cast_groups(classified, prices)
+    follows += _rounded_before_maxima(classified)
+    return Problem(
+        unary=unary,
+        at_sink={n: why for n, why in pinned.items() if n in unary},
+        groups=groups,
+        ties=_ties(facts, unary),
+        follows=follows,
+    )
+
+
+def held(problem: Problem, names: Iterable[str], *, low: bool, why: str) -> Problem:
+    """The same problem with some nodes held in a precision."""
+    more = dict.fromkeys(names, why)
+    if low:
+        return replace(problem, at_source={**problem.at_source, **more})
+    return replace(problem, at_sink={**problem.at_sink, **more})
+
+
+def least_cost(problem: Problem) -> tuple[frozenset[str], int]:
+    """The nodes that are low in the placement of least cost, and that cost.
+
+    Raises:
+        PlacementError: the constraints contradict each other; the message is the chain
+            of nodes from one that must be low to one that must be fp32.
+    """
+    try:
+        solution = solve(problem)
+    except ContradictionError as error:
+        raise PlacementError(_in_words(error.chain)) from None
+    return solution.source, solution.cost
+
+
+def contradiction_of(problem: Problem) -> PlacementError:
+    """The error of a problem whose constraints contradict each other."""
+    return PlacementError(_in_words(contradiction(problem).chain))
+
+
+def _in_words(chain: Sequence[tuple[str, str]]) -> str:
+    if not chain:
+        return "contradictory constraints: no legal placement exists"
+    (start, because), *steps, (end, why_not) = chain
+    said = [f"{start} must be low ({because})"]
+    said += [f"then {node} as well ({why})" for node, why in steps]
+    said.append(f"but {end} must stay fp32 ({why_not}). Drop one of the two.")
+    return f"contradictory constraints: {'; '.join(said)}"
+
+
+def promised_casts(problem: Problem, low: frozenset[str]) -> Counter[tuple[str, str]]:
+    """The casts of each value that labelling `low` needs, by (value, "down" or "up").
+
+    The counts are in graph order; the recount over the emitted graph must agree.
+    """
+    needed: Counter[tuple[str, str]] = Counter()
+    for group in problem.groups:
+        if group.value in low:
+            if any(r not in low for r in group.readers):
+                needed[group.key[0], "up"] += 1
+        elif any(r in low for r in group.readers):
+            needed[group.key[0], "down"] += 1
+    return needed
+
+
+def _cast_groups(
+    classified: Classified, prices: Prices
+) -> tuple[list[Group], list[tuple[str, str, str]]]:
+    """One group per value, region and epoch, whose readers may share a cast."""
+    facts = classified.facts
+    readers: dict[tuple[str, int, int], list[str]] = defaultdict(list)
+    follows: list[tuple[str, str, str]] = []
+    for name in classified.verdicts:
+        for operand, mode in classified.reads(name):
+            at = facts.producer(operand.value)
+            # A comparison, or a cast of the user's, would show a move's rounding.
+            shows = classified.moves(at) and mode != "same"
+            if mode == "any" and not shows:
+                continue
+            key = (operand.value, facts.nodes[name].region, operand.epoch)
+            readers[key].append(FP32 if shows or mode == "high" else name)
+            if mode == "follow":
+                follows.append((name, at, "reads the value at its own precision"))
+    for value in sorted(facts.returned):
+        if facts.nodes[value].is_value:
+            readers[(value, -1, -1)].append(FP32)
+    returned_inside = returned_and_used(classified)
+    groups = []
+    for key, names in readers.items():
+        value, region, _ = key
+        maker = facts.producer(value)
+        up: int | None = prices.up[value]
+        if value in returned_inside and region >= 0:
+            up = 0  # the up-cast that is returned serves these readers
+        elif classified.moves(maker):
+            up = None  # a move may round only for low readers
+        groups.append(
+            Group(
+                key=key,
+                value=maker,
+                readers=tuple(dict.fromkeys(names)),
+                to_source=prices.down[value],
+                to_sink=up,
+                why=f"{maker} must not be cast up",
+            )
+        )
+    return groups, follows
+
+
+def _rounded_before_maxima(classified: Classified) -> list[tuple[str, str, str]]:
+    """What is low from an allow op up to `x - x.amax(-1, True)`, or stays fp32 with it.
+
+    The maximum's gradient is less the sum of its row's gradients, so that those of a
+    bias before `x` add up to 0.  A cast up between the bias and the maximum would round
+    the gradients behind the sum, each for itself.
+    """
+    facts, verdicts = classified.facts, classified.verdicts
+    is_free = [n for n, v in verdicts.items() if not v.pinned]
+    found: dict[tuple[str, str], None] = {}
+    reached = {n for n in is_free if _is_less_its_maximum(n, facts)}
+    for name in reversed(is_free if reached else ()):
+        if name in reached and not classified.is_allowed(name):
+            makers = {facts.producer(o.value) for o in facts.nodes[name].operands}
+            found |= dict.fromkeys((maker, name) for maker in sorted(makers))
+            reached |= makers
+    why = "is less its maximum, whose gradient is less the sum of rounded ones"
+    return [(maker, name, why) for maker, name in found]
+
+
+def _is_less_its_maximum(name: str, facts: Facts) -> bool:
+    """Whether a node is `x - x.amax(...)`, with a gradient through the maximum."""
+    fact = facts.nodes[name]
+    if fact.base not in ("aten::sub", "aten::sub_") or len(fact.operands) != 2:
+        return False
+    data, most = (o.value for o in fact.operands)
+    if not facts.nodes[most].requires_grad:
+        return False
+    maker = facts.nodes[views_down_to(most, facts)[1]]
+    return maker.base in ("aten::amax", "aten::max") and maker.operands[0].value == data
+
+
+def returned_and_used(classified: Classified) -> frozenset[str]:
+    """Values returned and also read inside, where a gradient flows (Grad-CAM).
+
+    If the returned tensor were an up-cast beside the inner uses, the loss would have no
+    gradient with respect to the returned tensor.  So readers inside hang on the
+    returned tensor.  Low readers read the low value that the returned tensor was cast
+    from, through a node whose gradient goes to the returned tensor.
+    """
+    facts = classified.facts
+    read = {o.value for n in classified.verdicts for o in facts.nodes[n].operands}
+    return frozenset(
+        v
+        for v in facts.returned & read
+        if facts.nodes[v].requires_grad
+        and v not in facts.constants
+        and facts.nodes[v].storage not in facts.mutated
+    )
+
+
+def _returned_aliases(facts: Facts) -> set[str]:
+    """Nodes that must be fp32 for returned tensors to share memory as in the model.
+
+    Returned tensors may share memory with inputs, attributes and each other; a view of
+    a cast shares memory with nothing but the cast.
+    """
+    sharing: dict[int, list[str]] = defaultdict(list)
+    for value in sorted(facts.returned):
+        if facts.nodes[value].is_value:
+            sharing[facts.nodes[value].storage].append(value)
+    found: set[str] = set()
+    for storage, values in sharing.items():
+        if storage not in facts.outside and len(values) == 1:
+            continue
+        chains = [views_down_to(value, facts) for value in values]
+        found.update(facts.producer(value) for value in values)
+        found.update(view for views, _ in chains for view in views)
+        # Within one region, one cast of the base serves all the views.
+        if len({facts.nodes[views[-1]].region for views, _ in chains if views}) > 1:
+            found.update(base for _, base in chains)
+    return found
+
+
+def _ties(facts: Facts, unary: Mapping[str, object]) -> list[tuple[str, str, str]]:
+    """Ties between the nodes on one written storage, which has one dtype."""
+    last: dict[int, str] = {}
+    ties: list[tuple[str, str, str]] = []
+    for fact in facts.nodes.values():
+        maker = facts.producer(fact.name)
+        if not fact.is_value or fact.storage not in facts.mutated or maker not in unary:
+            continue
+        if fact.storage in last and last[fact.storage] != maker:
+            why = "shares storage that is written in place"
+            ties.append((last[fact.storage], maker, why))
+        last[fact.storage] = maker
+    return ties

@@ -1,0 +1,276 @@
+"""Finds the chains of calls that are one kernel, and puts the kernel in their place.
+
+A chain has one result, and reads one tensor, and besides it at most vectors along the
+last dimension (the weight and bias of a norm).  No call outside a chain reads a value
+of the chain but its result.  `proved.py` tells which kernel a chain computes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.dtypes import HIGH_DTYPE
+from autoamp.passes.kernels.match import (
+    Allowed,
+    Chain,
+    dtype_of,
+    exposed_storages,
+    is_cast,
+    is_of,
+    layout_of,
+    sizes_of,
+)
+from autoamp.passes.kernels.proved import Recognised, functions_in, recognised
+from autoamp.passes.ops import mutates
+from autoamp.passes.rules import family
+from autoamp.passes.see.nodes import KERNEL, ForChain
+
+MOST_OPS = 16
+"""The most ops of a chain.  The longest known, a layer norm written out, has 12."""
+
+_MOST_IN_LINE = 4
+"""The most ops at the end of a chain that form a line.  No kernel computes a mere line
+of ops: each reads some value twice, such as `x * sigmoid(x)`."""
+
+_REACH = 8
+"""The most calls from the one that notices a chain to the end of the chain."""
+
+
+def chains_in(graph: fx.Graph) -> Iterator[list[Chain]]:
+    """The chains that end at one call, the longest first, for each call they end at.
+
+    Chains are sought behind the ops of the family `notices_a_chain`, such as `tanh`.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    breaks = [i for node, i in order.items() if _orders(node)]
+    ends: set[fx.Node] = set()
+    for node in graph.nodes:
+        if is_of(node, family("notices_a_chain")):
+            ends |= _reached_from(node)
+    for end in sorted(ends, key=order.__getitem__, reverse=True):
+        found = [
+            chain
+            for chain in _ending_at(end, order)
+            if not _is_broken(chain, order, breaks)
+        ]
+        if found:
+            yield found[::-1]
+
+
+def _shape(node: fx.Node) -> tuple[int | str, ...]:
+    return sizes_of(node.meta["val"])
+
+
+def _may_join(node: fx.Node) -> bool:
+    """Whether a call is a smooth function of elements or rows, in fp32."""
+    return dtype_of(node) == HIGH_DTYPE and (
+        is_of(node, family("in_chains")) or is_cast(node)
+    )
+
+
+def _reached_from(node: fx.Node) -> set[fx.Node]:
+    """The calls that a chain through `node` may end at."""
+    found, front = {node}, [node]
+    for _ in range(_REACH):
+        front = [u for n in front for u in n.users if u not in found and _may_join(u)]
+        found.update(front)
+    return {n for n in found if _may_join(n) and not is_cast(n)}
+
+
+def _ending_at(end: fx.Node, order: Mapping[fx.Node, int]) -> Iterator[Chain]:
+    """The chains that end at one call, shorter ones first."""
+    shape = _shape(end)
+    if not shape:
+        return
+    inside, outside = {end}, dict.fromkeys(end.all_input_nodes)
+    in_line = True
+    while len(inside) <= MOST_OPS:
+        vectors = [n for n in outside if _is_vector(n, shape)]
+        data = [n for n in outside if n not in vectors]
+        in_line &= len(data) < 2
+        if not in_line and len(data) == 1 and len(vectors) <= 2:
+            several = sum(not is_cast(n) for n in inside) > 1
+            if several and _reads_as(data[0], shape):
+                nodes = tuple(sorted(inside, key=order.__getitem__))
+                vectors.sort(key=order.__getitem__)
+                yield Chain(nodes, data[0], tuple(vectors))
+        joining = [n for n in data if _joins(n, inside, shape)]
+        if not joining or (in_line and len(inside) > _MOST_IN_LINE):
+            return
+        last = max(joining, key=order.__getitem__)
+        inside.add(last)
+        del outside[last]
+        outside |= dict.fromkeys(last.all_input_nodes)
+
+
+def _is_vector(node: fx.Node, shape: Sequence[Any]) -> bool:
+    is_float = dtype_of(node) == HIGH_DTYPE
+    return is_float and len(shape) > 1 and _shape(node) == (shape[-1],)
+
+
+def _reads_as(node: fx.Node, shape: tuple[Any, ...]) -> bool:
+    return dtype_of(node) == HIGH_DTYPE and _shape(node) == shape
+
+
+def _joins(node: fx.Node, inside: Collection[fx.Node], shape: tuple[Any, ...]) -> bool:
+    """Whether a call that is read inside a chain may be part of the chain."""
+    if not _may_join(node) or not all(user in inside for user in node.users):
+        return False
+    return _shape(node) in (shape, (*shape[:-1], 1))
+
+
+def _orders(node: fx.Node) -> bool:
+    """Whether calls may not be moved past a call: it writes, or changes a mode."""
+    if isinstance(node.target, compat.OpOverload):
+        return mutates(node.target)
+    opaque = isinstance(node.target, compat.HigherOrderOperator)
+    return opaque or node.target in compat.MODE_CHANGES
+
+
+def _is_broken(
+    chain: Chain, order: Mapping[fx.Node, int], breaks: Sequence[int]
+) -> bool:
+    """Whether a write or a change of mode lies between the calls of a chain."""
+    first, last = order[chain.nodes[0]], order[chain.result]
+    return any(first < at < last for at in breaks)
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A chain, the kernel for it, and the note to leave."""
+
+    chain: Chain
+    kernel: Recognised
+    note: ForChain
+
+
+def replaceable(
+    graph: fx.Graph, mode: compat.FakeTensorMode, allowed: Allowed
+) -> list[Replacement]:
+    """The chains to replace; no two share a call."""
+    taken: set[fx.Node] = set()
+    layouts = _Layouts(mode)
+    found = []
+    for chain, recognise in _candidates(graph):
+        if not taken.isdisjoint(chain.nodes) or not allowed.takes(chain.nodes):
+            continue
+        if any(map(_takes_the_rest, chain.nodes)):
+            continue
+        replacement = _replacement(chain, recognise(), layouts, allowed)
+        if replacement is not None:
+            taken.update(chain.nodes)
+            found.append(replacement)
+    if any(each.kernel.kernel.keeps_result for each in found):
+        exposed = exposed_storages(graph)
+        found = [each for each in found if not _may_be_written(each, exposed)]
+    return found
+
+
+def _takes_the_rest(node: fx.Node) -> bool:
+    """Whether a call is a row's maximum with a gradient, as in `x - x.amax(-1, True)`.
+
+    Its gradient is less the sum of the row's rounded gradients: those of `x` add up to
+    0, and so do those of a bias before it.  A kernel for all of it would round each
+    gradient for itself.  So the difference stays, and the rest of the chain is a chain
+    of its own, that reads the difference.
+    """
+    if node.target is not torch.ops.aten.amax.default:
+        return False
+    cut = torch.ops.aten.detach.default
+    return all(n.target is not cut for n in (node.args[0], *node.users))  # type: ignore[union-attr]
+
+
+def _may_be_written(replacement: Replacement, exposed: set[int]) -> bool:
+    """Whether somebody may write to a result that the kernel's backward needs."""
+    result = compat.storage_id(replacement.chain.result.meta["val"])
+    return replacement.kernel.kernel.keeps_result and result in exposed
+
+
+def _candidates(
+    graph: fx.Graph,
+) -> Iterator[tuple[Chain, Callable[[], Recognised | None]]]:
+    """The chains that may be kernels, each with a way to find the kernel."""
+    yield from functions_in(graph)
+    for chain in itertools.chain.from_iterable(chains_in(graph)):
+        yield chain, partial(recognised, chain)
+
+
+def _replacement(
+    chain: Chain, kernel: Recognised | None, layouts: _Layouts, allowed: Allowed
+) -> Replacement | None:
+    """The kernel for a chain; None where there is none, or where it lies otherwise.
+
+    A result with other strides than the chain's could not be viewed as the chain's is.
+    """
+    if kernel is None or kernel.kernel.name in allowed.off:
+        return None
+    expected = chain.result.meta["val"]
+    if layouts.of(chain, kernel) != layout_of(expected):
+        return None
+    widens = any(map(allowed.widens, chain.nodes))
+    note = ForChain(kernel.kernel.name, chain.calls, widens)
+    return Replacement(chain, kernel, note)
+
+
+class _Layouts:
+    """The layouts of kernels' results, asked of fake tensors once for each layout."""
+
+    def __init__(self, mode: compat.FakeTensorMode) -> None:
+        self._mode = mode
+        self._known: dict[Any, tuple[int | str, ...]] = {}
+
+    def of(self, chain: Chain, kernel: Recognised) -> tuple[int | str, ...]:
+        """The shape and strides of the kernel's result."""
+        data: torch.Tensor = chain.data.meta["val"]
+        layout = layout_of(data)
+        key = (kernel, data.dim(), layout)
+        if key in self._known:
+            return self._known[key]
+        with self._mode, compat.outside_trace(), torch.no_grad():
+            made = kernel(data, [n.meta["val"] for n in chain.vectors])
+        found = layout_of(made)
+        self._known[key] = found
+        return found
+
+
+def put_kernels(graph: fx.Graph, mode: compat.FakeTensorMode, allowed: Allowed) -> bool:
+    """Puts a kernel in the place of each chain of `graph`; whether any was put."""
+    found = replaceable(graph, mode, allowed)
+    made: dict[fx.Node, fx.Node] = {}
+    for replacement in found:
+        made[replacement.chain.result] = _put(graph, replacement, made)
+    return bool(found)
+
+
+def _put(
+    graph: fx.Graph, replacement: Replacement, made: Mapping[fx.Node, fx.Node]
+) -> fx.Node:
+    """Puts one kernel into the graph.
+
+    Args:
+        made: the call of the kernel for each result of a chain that is replaced: this
+            chain may read such a result.
+    """
+    chain, found = replacement.chain, replacement.kernel
+    data, *vectors = (made.get(n, n) for n in (chain.data, *chain.vectors))
+    weight = None if found.weight is None else vectors[found.weight]
+    bias = None if found.bias is None else vectors[found.bias]
+    size = chain.data.meta["val"].shape[-1]
+    kernel = found.kernel
+    with graph.inserting_before(chain.result):
+        rest = kernel.arguments(size, weight, bias, found.epsilon)
+        args = (data, *rest)
+        node = graph.call_function(kernel.op, args, dict(kernel.keywords))
+    node.meta = {**chain.result.meta, KERNEL: replacement.note}
+    chain.result.replace_all_uses_with(node)
+    for each in reversed(chain.nodes):
+        graph.erase_node(each)
+    return node

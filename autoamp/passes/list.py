@@ -1,0 +1,494 @@
+"""The passes, in the order in which they run: the whole of mixed precision on a graph.
+
+A captured graph goes in, and the graph that is run comes out.
+
+ 1. The graph is brought to one ATen op per node, above autograd and autocast
+    (`normalise`).  The bodies of loops, branches and checkpoints go through the list
+    first, each by itself.
+ 2. A chain of calls for which torch has one kernel becomes that kernel (`kernels`); a
+    DTensor is handed over once for all its readers (`calls once`).
+ 3. Of each value is found out: its dtype, the memory it shares, who writes to it,
+    whether a gradient flows through it, the module and line of its op (`facts`).
+ 4. The rules give each op a category: allow, deny, infer or clear.  An op is pinned to
+    fp32 where its author, the user or its numbers ask for that, and where type
+    promotion under `torch.autocast` would leave it in fp32: no value is rounded that
+    autocast does not round (`classify`).
+ 5. Each op has a price in fp32 and in the compute dtype, and each cast has one: the
+    time, or the bytes, that it takes on this device (`price`).
+ 6. The placement is the minimum cut between "low" and "fp32": no other placement that
+    the rules allow costs less (`place`).
+ 7. Casts are inserted where a low value meets an fp32 op or the other way round, one
+    for all readers of a value, and what they cost is counted again from the emitted
+    graph (`casts`); nodes that do nothing go (`clean up`).
+ 8. A cast of a weight becomes an input of the graph, since one copy serves until the
+    optimizer's next step (`hoist`); DTensors are gathered in the compute dtype
+    (`gathers`).
+ 9. In fp16 the gradients that enter the graph are multiplied by the loss scale, and
+    those that leave it are divided by it and watched for infinities (`edge`).
+10. Calls are replaced by functions that compute the same, truer or faster, and
+    convolutions read the layout that is fastest (`attention` to `together`).
+11. The graph is given back as its caller needs it: with the model's calls on DTensors
+    (`meshes`), and as code for eager PyTorch (`bindings`) or for a compiler (`for
+    compilers`).
+
+The passes that *see* (2, 3) and *decide* (4 to 6) put no cast into the graph; those
+that *write* (7) do; those that *prepare* (8 to 11) make the graph ready for its caller.
+A pass says how it changes rounding, and most passes leave every number as it is.  After
+each pass that edits the graph two checks run, by code that shares nothing with the
+pass: the pass's own (`checks.py`), and what no pass may do (`passes/check/always.py`).
+
+The categories are those of TensorFlow's `auto_mixed_precision.cc`; the cut (5, 6)
+stands where that pass paints its graph from op to op.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.passes.check import changes
+from autoamp.passes.check.checks import Checks, differs_only
+from autoamp.passes.decide.assign import assign
+from autoamp.passes.decide.classify import classify
+from autoamp.passes.decide.cost import PriceModel, as_authors_ask, price_graph
+from autoamp.passes.decide.devices import Device, device_with, main_device
+from autoamp.passes.functions.attention import attention, traced_attention
+from autoamp.passes.kernels.attention import attention_at, leave_out
+from autoamp.passes.kernels.fuse import fuse
+from autoamp.passes.kernels.norms import norm_at, softmax_at
+from autoamp.passes.kernels.rotary import with_rotary
+from autoamp.passes.kernels.table import (
+    ATTENTION_BACKWARD,
+    CHANNELS_LAST,
+    ROTARY,
+    TOGETHER,
+)
+from autoamp.passes.options import PassOptions
+from autoamp.passes.record import Rewritten
+from autoamp.passes.retreat import LeaveOut
+from autoamp.passes.see.facts import collect_facts
+from autoamp.passes.speeds.speeds import device_for
+from autoamp.passes.write.bindings import with_bindings
+from autoamp.passes.write.casts import insert_casts
+from autoamp.passes.write.copied import clean_up, with_targets
+from autoamp.passes.write.for_compilers import for_compilers
+from autoamp.passes.write.hoist_weight_casts import folded_in, hoist_weight_casts
+from autoamp.passes.write.layouts import FORMATS, choose_layouts, convolved, lay_out
+from autoamp.passes.write.meshes import (
+    with_calls_once,
+    with_low_gathers,
+    with_mesh_calls,
+)
+from autoamp.passes.write.scale_edge import scale_edge
+from autoamp.passes.write.together import with_uses_together
+from autoamp.passes.write.unbind import with_unbind
+
+
+class Phase(enum.IntEnum):
+    """The four parts of the list."""
+
+    SEE = 1
+    DECIDE = 2
+    WRITE = 3
+    PREPARE = 4
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One entry of the list.
+
+    Attributes:
+        run: makes a new record of a record, which stays as it is; its docstring says
+            what holds after the pass.
+        phase: the part of the list.
+        check: raises where the pass broke its word; given the checks of this run, and
+            the records before and after.  A pass that edits no graph has none.
+        rounding: how the pass changes the rounding of numbers; "" where every number
+            that the graph computes stays as it is.
+        without: the report's words about a graph that goes without the pass.  Where the
+            pass or its check fails, the pass runs again and leaves the nodes that the
+            error names as they are; in the end it is left out.  A graph cannot go
+            without a pass that has no such words: there the nodes stay fp32, and the
+            passes that decide and write run again.
+        needs_memory: whether the pass puts functions in that read the memory of their
+            operands, and so leaves all calls on DTensors.
+    """
+
+    run: Callable[[Rewritten], Rewritten]
+    phase: Phase
+    check: Callable[[Checks, Rewritten, Rewritten], None] | None = None
+    rounding: str = ""
+    without: str = ""
+    needs_memory: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name, as in times and notes."""
+        return self.run.__name__.strip("_").replace("_", " ")
+
+
+# -- the passes ----------------------------------------------------------------------
+
+
+def _kernels(work: Rewritten) -> Rewritten:
+    """Each chain that torch has a kernel for is one call of the kernel."""
+    options, setting, device = work.options, work.setting, device_of(work)
+    left_out = leave_out(device, options, own_ops=setting.own_ops)
+    on = _device_type(work)
+    found = fuse(work.normalised, options, work.low, on, left_out, work.left)
+    return work if found is None else replace(work, gm=found.gm, fused=True)
+
+
+def _calls_once(work: Rewritten) -> Rewritten:
+    """A value is handed to the mesh once, however many readers it has there."""
+    return replace(work, gm=with_calls_once(work.gm, work.left))
+
+
+def _facts(work: Rewritten) -> Rewritten:
+    """Dtypes, aliases, writes, regions and modules of every node are known."""
+    facts = collect_facts(work.gm, work.low, _device_type(work))
+    facts = replace(facts, own_kernels=work.setting.own_kernels)
+    return replace(work, facts=facts, before=work.gm)
+
+
+def _classify(work: Rewritten) -> Rewritten:
+    """Every op has a category with a reason, or is pinned to fp32 with a reason."""
+    options, low = work.options, work.low
+    rules = options.resolve_rules(low)
+    # A budget for error may let ops be low that type promotion leaves fp32.
+    is_below = options.chosen is not None and options.chosen.below_ceiling
+    classified = classify(
+        work.gm,
+        work.facts,
+        rules,
+        low,
+        (*options.kept, *rules.keep),
+        kept=options.kept,
+        given_up=work.given_up,
+        ceiling=options.placement != "tensorflow" and not is_below,
+        to_the_letter=options.is_tensorflows,
+    )
+    return replace(work, classified=classified, facts=classified.facts)
+
+
+def _price(work: Rewritten) -> Rewritten:
+    """Every op has a price in each precision, and every cast has one."""
+    setting = work.setting
+    price: PriceModel = setting.price or partial(price_graph, device=device_of(work))
+    prices = price(
+        work.gm,
+        work.classified,
+        objective=work.options.objective,
+        do_no_harm=work.options.do_no_harm,
+        free_weights=setting.free_weights,
+    )
+    return replace(work, prices=as_authors_ask(prices, work.classified))
+
+
+def _place(work: Rewritten) -> Rewritten:
+    """No other placement that the rules allow costs less."""
+    options = work.options
+    found = assign(work.classified, work.prices, options.placement, options.chosen)
+    if work.fused and not found.low:
+        raise LeaveOut("kernels", "nothing runs low, so that all numbers stay")
+    return replace(work, assignment=found)
+
+
+def _casts(work: Rewritten) -> Rewritten:
+    """Every op reads the precision decided, and casts cost what was planned."""
+    after, casts = insert_casts(
+        work.gm, work.classified, work.assignment, work.low, work.fake_mode
+    )
+    return replace(work, gm=after, casts=tuple(casts))
+
+
+def _clean_up(work: Rewritten) -> Rewritten:
+    """The graph is the same program but for casts, and no node does nothing."""
+    return replace(work, gm=clean_up(work.gm))
+
+
+def _hoist(work: Rewritten) -> Rewritten:
+    """Low copies of weights are inputs, and their gradients are summed in fp32."""
+    hoisted = hoist_weight_casts(work, work.left)
+    return replace(work, gm=hoisted.gm, weights=tuple(hoisted.weights))
+
+
+def _gathers(work: Rewritten) -> Rewritten:
+    """DTensors that are read low are gathered low; their gradients sum up in fp32."""
+    if not _is_eager(work.options):
+        return work
+    return replace(work, gm=with_low_gathers(work.gm, work.low, work.left))
+
+
+def _edge(work: Rewritten) -> Rewritten:
+    """Each gradient is scaled once on its way in, and unscaled once on its way out."""
+    if not work.setting.scaled:
+        return work
+    gm, edge = scale_edge(work.gm, work)
+    return replace(work, gm=gm, edge=edge)
+
+
+def _attention(work: Rewritten) -> Rewritten:
+    """Attention in 16 bits on CPUs has a backward that computes in fp32."""
+    if not _may_replace(work, ATTENTION_BACKWARD) or not takes_our_ops(work.options):
+        return work
+    own = attention if _is_eager(work.options) else traced_attention
+    return _with_targets(work, partial(attention_at, own=own))
+
+
+def _softmax(work: Rewritten) -> Rewritten:
+    """A softmax that stands for a chain has gradients as true as the chain's."""
+    return _with_targets(work, softmax_at) if _may_replace(work) else work
+
+
+def _norms(work: Rewritten) -> Rewritten:
+    """Low norms on CPUs compute in fp32, and sum their gradients in fp32."""
+    return _with_targets(work, norm_at) if _may_replace_eagerly(work) else work
+
+
+def _rotary(work: Rewritten) -> Rewritten:
+    """A rotary embedding is one call."""
+    if not _may_replace_eagerly(work, ROTARY):
+        return work
+    return replace(work, gm=with_rotary(work.gm, work.left))
+
+
+def _unbind(work: Rewritten) -> Rewritten:
+    """Selects that together show a whole tensor have one gradient."""
+    if not _may_replace_eagerly(work):
+        return work
+    return replace(work, gm=with_unbind(work.gm, work.facts, work.left))
+
+
+def _layouts(work: Rewritten) -> Rewritten:
+    """Convolutions read channels last where that is faster; results lie as before."""
+    if not _may_replace(work, CHANNELS_LAST):
+        return work
+    copies = copies_of(work)
+    if _is_eager(work.options):
+        weights = [*copies, *folded_in(work.gm)]
+        layouts = choose_layouts(
+            work.gm.graph, weights, device_of(work), work.facts.nodes, work.left
+        )
+        if layouts is None:
+            return work
+        gm, laid = lay_out(work.gm, layouts), layouts.weights
+    else:
+        # Inductor lays the operands of convolutions on CPUs with the channels last.
+        # The strides of a depthwise weight fit both layouts: inductor leaves such an
+        # input, and torch then computes that convolution with the channels first.
+        on_cpu = main_device(work.gm).type == "cpu" and compat.inductor_permutes()
+        if not (on_cpu and compat.is_inductor(work.options.backend)):
+            return work
+        gm, laid = work.gm, convolved(work.gm.graph, copies)
+        if not laid:
+            return work
+    formats = tuple(
+        FORMATS[c.meta["val"].dim()] if c in laid else torch.preserve_format
+        for c in copies
+    )
+    return replace(work, gm=gm, layouts=formats)
+
+
+def _together(work: Rewritten) -> Rewritten:
+    """On GPUs the gradients of several weights are cast by one kernel."""
+    if not _may_replace_eagerly(work, TOGETHER) or not device_of(work).starts_kernels:
+        return work
+    return replace(work, gm=with_uses_together(work.gm, work.left))
+
+
+def _meshes(work: Rewritten) -> Rewritten:
+    """A graph that computes on DTensors makes the model's own calls on the mesh."""
+    return replace(work, gm=with_mesh_calls(work.gm))
+
+
+def _bindings(work: Rewritten) -> Rewritten:
+    """The code that runs calls torch's functions, which call the graph's ops."""
+    if not _is_eager(work.options) or not work.setting.makes_code:
+        return work
+    return replace(work, code=with_bindings(work.gm, work.left))
+
+
+def _for_compilers(work: Rewritten) -> Rewritten:
+    """A compiler gets a graph that AOT autograd can trace and differentiate."""
+    if _is_eager(work.options):
+        return work
+    inductor = compat.is_inductor(work.options.backend)
+    return replace(work, code=for_compilers(work.gm, work.left, inductor=inductor))
+
+
+_SEE, _DECIDE, _WRITE, _PREPARE = Phase
+
+PASSES = (
+    Pass(
+        _kernels,
+        _SEE,
+        Checks.replaced,
+        rounding="a kernel rounds once, where each call it replaces rounded",
+        without="chains of calls stay as they are written",
+        needs_memory=True,
+    ),
+    Pass(
+        _calls_once,
+        _SEE,
+        differs_only(changes.MADE_ONCE),
+        without="values are handed to the mesh for each reader",
+    ),
+    Pass(_facts, _SEE),
+    Pass(_classify, _DECIDE),
+    Pass(_price, _DECIDE),
+    Pass(_place, _DECIDE),
+    Pass(
+        _casts,
+        _WRITE,
+        Checks.recounted,
+        rounding="what low ops read and give is rounded to the compute dtype",
+    ),
+    Pass(_clean_up, _WRITE, Checks.same_program),
+    Pass(
+        _hoist,
+        _PREPARE,
+        Checks.hoisted,
+        without="its weights are cast at every call",
+    ),
+    Pass(
+        _gathers,
+        _PREPARE,
+        differs_only(changes.GATHERS),
+        without="DTensors are gathered in fp32 and cast then",
+    ),
+    Pass(
+        _edge,
+        _PREPARE,
+        Checks.edge,
+        rounding="a loss scale that is no power of two rounds gradients",
+    ),
+    Pass(
+        _attention,
+        _PREPARE,
+        Checks.replaced,
+        rounding="the backward computes in fp32 inside",
+        without="its attention has torch's backward",
+        needs_memory=True,
+    ),
+    Pass(
+        _softmax,
+        _PREPARE,
+        Checks.replaced,
+        rounding="the backward computes in fp32 inside",
+        without="its softmax has torch's backward",
+        needs_memory=True,
+    ),
+    Pass(
+        _norms,
+        _PREPARE,
+        Checks.replaced,
+        rounding="norms compute in fp32 inside, and sum their gradients in fp32",
+        without="its norms are torch's",
+        needs_memory=True,
+    ),
+    Pass(
+        _rotary,
+        _PREPARE,
+        Checks.replaced,
+        rounding="the embedding computes in fp32 inside",
+        without="its rotary embeddings stay as they are written",
+        needs_memory=True,
+    ),
+    Pass(
+        _unbind,
+        _PREPARE,
+        Checks.replaced,
+        without="each of its selects has a gradient as large as the whole tensor",
+        needs_memory=True,
+    ),
+    Pass(
+        _layouts,
+        _PREPARE,
+        Checks.laid_out,
+        rounding="kernels for another layout may sum in another order",
+        without="its convolutions read the layout they are given",
+        needs_memory=True,
+    ),
+    Pass(
+        _together,
+        _PREPARE,
+        differs_only(changes.TOGETHER),
+        without="the gradient of each of its weights is cast by itself",
+        needs_memory=True,
+    ),
+    Pass(_meshes, _PREPARE, Checks.on_meshes),
+    Pass(
+        _bindings,
+        _PREPARE,
+        Checks.bound,
+        without="its code calls each op by the dispatcher",
+    ),
+    Pass(
+        _for_compilers,
+        _PREPARE,
+        Checks.for_compilers,
+        rounding="a compiler may keep in fp32 what eager PyTorch rounds",
+        without="the compiler gets the graph in another form",
+    ),
+)
+"""Every pass, in the order in which they run.  `normalise` and the rewriting of bodies
+come before the list, since each makes the graphs that the list runs on."""
+
+
+def device_of(work: Rewritten) -> Device:
+    """The device that the graph is to run on."""
+    setting, here = work.setting, main_device(work.gm)
+    return (
+        setting.device
+        or device_with(setting.recorded, here.type, work.low)
+        or device_for(here, work.low, calibrate=work.options.calibrate)
+    )
+
+
+def _device_type(work: Rewritten) -> str | None:
+    """The type of the device that was asked for; None for the graph's own."""
+    device = work.setting.device
+    return None if device is None else device.type
+
+
+def copies_of(work: Rewritten) -> list[fx.Node]:
+    """The inputs of the graph that are low copies of weights."""
+    given = len(work.before.graph.find_nodes(op="placeholder"))
+    inputs = work.gm.graph.find_nodes(op="placeholder")
+    return inputs[given : given + len(work.weights)]
+
+
+def takes_our_ops(options: PassOptions) -> bool:
+    """Whether ops that are not torch's may be called: of compilers inductor can."""
+    return _is_eager(options) or compat.is_inductor(options.backend)
+
+
+def _is_eager(options: PassOptions) -> bool:
+    return options.backend == "eager"
+
+
+def _may_replace(work: Rewritten, kernel: str | None = None) -> bool:
+    """Whether functions of autoamp's may come into a graph, of a kernel that is on."""
+    assert work.rewritten is not None
+    if not work.options.fuse or not work.rewritten.sums.low:
+        return False
+    return kernel not in work.options.kernels_off
+
+
+def _may_replace_eagerly(work: Rewritten, kernel: str | None = None) -> bool:
+    return _is_eager(work.options) and _may_replace(work, kernel)
+
+
+def _with_targets(work: Rewritten, choose: Callable[[fx.Node], Any]) -> Rewritten:
+    def chosen(node: fx.Node) -> Any:
+        return node.target if node.name in work.left else choose(node)
+
+    return replace(work, gm=with_targets(work.gm, chosen))

@@ -1,0 +1,216 @@
+"""Properties of an op that its name, schema and tags alone decide."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from autoamp import compat
+from autoamp.passes.op_names import base_name, overloads
+
+STATISTICS = ("running_mean", "running_var")
+
+HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
+    "aten::_batch_norm_impl_index": STATISTICS,
+    "aten::batch_norm": STATISTICS,
+    "aten::batch_norm_gather_stats": STATISTICS,
+    "aten::batch_norm_gather_stats_with_counts": STATISTICS,
+    "aten::batch_norm_update_stats": STATISTICS,
+    "aten::cudnn_batch_norm": STATISTICS,
+    "aten::instance_norm": STATISTICS,
+    "aten::miopen_batch_norm": STATISTICS,
+    "aten::native_batch_norm": STATISTICS,
+}
+"""Arguments that an op writes although its schema does not say so.
+
+The arguments are running statistics, which the op writes in training mode.
+"""
+
+MAYBE_ALIAS: dict[str, tuple[str, ...]] = {
+    "aten::_unsafe_view": ("self",),
+    "aten::alpha_dropout": ("input",),
+    "aten::atleast_1d": ("self", "tensors"),
+    "aten::atleast_2d": ("self", "tensors"),
+    "aten::atleast_3d": ("self", "tensors"),
+    "aten::broadcast_tensors": ("tensors",),
+    "aten::cartesian_prod": ("tensors",),
+    "aten::conj_physical": ("self",),
+    "aten::dequantize": ("self",),
+    "aten::dropout": ("input",),
+    "aten::einsum": ("tensors",),
+    "aten::feature_alpha_dropout": ("input",),
+    "aten::feature_dropout": ("input",),
+    "aten::histogramdd": ("bins",),
+    "aten::meshgrid": ("tensors",),
+    "aten::sum_to_size": ("self",),
+    "aten::to_dense": ("self",),
+    "aten::type_as": ("self",),
+    "aten::unsafe_chunk": ("self",),
+    "aten::unsafe_split": ("self",),
+    "aten::unsafe_split_with_sizes": ("self",),
+}
+"""Arguments that an op's output may share storage with, undeclared by its schema.
+
+`dropout` returns its input outside training; `einsum` of one operand is a permutation;
+`type_as` returns its input when the dtype fits already.
+"""
+
+
+@functools.lru_cache(maxsize=4096)
+def mutated_arguments(target: OpOverload) -> tuple[str, ...]:
+    """The names of the arguments that `target` writes, declared or hidden."""
+    declared = tuple(
+        argument.name
+        for argument in compat.schema(target).arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    return declared + HIDDEN_WRITES.get(base_name(target), ())
+
+
+_OVERWRITES = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
+
+
+@functools.lru_cache(maxsize=4096)
+def overwritten_arguments(target: OpOverload) -> tuple[str, ...]:
+    """The names of the arguments whose numbers `target` never reads.
+
+    `target` overwrites them, or takes a shape and a dtype from them.
+    """
+    arguments, name = compat.schema(target).arguments, base_name(target)
+    makes = name.endswith("_like") or name.startswith("aten::new_")
+    first = arguments[:1] if makes or name in _OVERWRITES else []
+    return tuple(a.name for a in (*first, *(a for a in arguments if a.is_out)))
+
+
+_OF_TORCH = frozenset({"aten", "prims", "prim", "autoamp"})
+
+
+def is_custom(target: object) -> bool:
+    """Whether `target` is an op that neither torch nor this package defines."""
+    return isinstance(target, OpOverload) and target.namespace not in _OF_TORCH
+
+
+def mutates(target: OpOverload) -> bool:
+    """Whether `target` may write one of its arguments, hidden writes included."""
+    return bool(mutated_arguments(target))
+
+
+@functools.lru_cache(maxsize=4096)
+def is_out_variant(target: OpOverload) -> bool:
+    """Whether `target` writes its result to the tensor given as `out=`."""
+    return any(argument.is_out for argument in compat.schema(target).arguments)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_inplace(target: OpOverload) -> bool:
+    """Whether `target` writes and returns its first argument, as `add_` does."""
+    arguments, returns = compat.schema(target).arguments, compat.schema(target).returns
+    if not arguments or len(returns) != 1:
+        return False
+    first, result = arguments[0].alias_info, returns[0].alias_info
+    if first is None or result is None or arguments[0].kwarg_only:
+        return False
+    return first.is_write and bool(first.before_set & result.before_set)
+
+
+@functools.lru_cache(maxsize=4096)
+def aliasing_arguments(target: OpOverload) -> tuple[str, ...]:
+    """The names of the arguments whose storage an output of `target` may share."""
+    shared: set[str] = set()
+    for result in compat.schema(target).returns:
+        if result.alias_info is not None:
+            shared |= result.alias_info.before_set | result.alias_info.after_set
+    undeclared = MAYBE_ALIAS.get(base_name(target), ())
+    return tuple(
+        argument.name
+        for argument in compat.schema(target).arguments
+        if argument.name in undeclared or _joins(argument.alias_info, shared)
+    )
+
+
+def _joins(alias: Any, shared: set[str]) -> bool:
+    """Whether an argument shares its alias set with an output or a list of outputs."""
+    if alias is None:
+        return False
+    return "*" in alias.after_set or bool((alias.before_set | alias.after_set) & shared)
+
+
+@functools.lru_cache(maxsize=4096)
+def takes_tensors(target: OpOverload) -> bool:
+    """Whether some argument of `target` is a tensor or a list of tensors."""
+    return any("Tensor" in str(a.type) for a in compat.schema(target).arguments)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_view(target: OpOverload) -> bool:
+    """Whether an output may share storage with an argument that is not written."""
+    return bool(aliasing_arguments(target)) and not mutates(target)
+
+
+@functools.cache
+def lays_out_anew(name: str) -> bool:
+    """Whether ATen op `name` changes its operand's shape or memory, as `t_` does."""
+    return any(torch.Tag.inplace_view in op.tags for op in overloads(f"aten::{name}"))
+
+
+def is_random(target: OpOverload) -> bool:
+    """Whether `target` may draw random numbers."""
+    return torch.Tag.nondeterministic_seeded in target.tags
+
+
+def is_pointwise(target: OpOverload) -> bool:
+    """Whether torch tags `target` as computing each output element by itself."""
+    return torch.Tag.pointwise in target.tags
+
+
+_WRITING_OPERATORS = frozenset(
+    {"setitem", *(f"i{name}" for name in ("add", "sub", "mul", "truediv", "pow"))}
+)
+
+
+def bodies_of(node: fx.Node) -> list[fx.GraphModule]:
+    """The sub-graphs that a call takes as operands."""
+    root = node.graph.owning_module
+    operands = [n for n in node.all_input_nodes if n.op == "get_attr"]
+    found = [getattr(root, str(n.target), None) for n in operands]
+    return [body for body in found if isinstance(body, fx.GraphModule)]
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a call writes in place or draws random numbers, used or not.
+
+    An ATen op is judged by its schema; a method, function or operator, in a graph as
+    Dynamo wrote it, by its name; a higher-order op by its bodies.
+    """
+    if isinstance(node.target, OpOverload):
+        return mutates(node.target) or is_random(node.target)
+    if not node.op.startswith("call"):
+        return False
+    if any(has_effect(n) for b in bodies_of(node) for n in b.graph.nodes):
+        return True
+    name = getattr(node.target, "__name__", str(node.target))
+    in_place = name.endswith("_") and not name.startswith("_")
+    return in_place or name in _WRITING_OPERATORS or "dropout" in name
+
+
+def drop_dead(graph: fx.Graph) -> None:
+    """Erases nodes that nothing reads and that have no effect.
+
+    FX's own elimination is not used, because in sub-graphs it erases method calls such
+    as `x.mul_(2)`.
+    """
+    for node in reversed(graph.nodes):
+        if is_dead(node):
+            graph.erase_node(node)
+
+
+def is_dead(node: fx.Node) -> bool:
+    """Whether nothing reads a node and it has no effect."""
+    if node.op in ("placeholder", "output") or node.users:
+        return False
+    changes_mode = node.target in compat.MODE_CHANGES
+    return not (changes_mode or node.is_impure() or has_effect(node))

@@ -1,0 +1,266 @@
+"""The options of the passes, in one frozen object that checks them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from autoamp import compat
+from autoamp.dtypes import LOW_DTYPES, parse_low_dtype, short_name
+from autoamp.errors import OptionError, RulesError
+from autoamp.messages import advice
+from autoamp.passes.kernels.table import KERNEL_NAMES
+from autoamp.passes.rules import Category, Rules
+from autoamp.passes.rules.model import COMPLETE, TENSORFLOW
+
+PLACEMENTS = ("optimal", "tensorflow", "promote", "forced")
+OBJECTIVES = ("time", "memory")
+BACKENDS = ("eager", "inductor")
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """The options of the passes, with the names and defaults of `autoamp.convert`.
+
+    Attributes:
+        fuse: whether kernels replace chains of calls.
+        unfused: the names of kernels to switch off.
+        exact_casts: whether the kernels of inductor round at each cast.
+        calibrate: whether prices are those of speeds measured on this machine.
+        unlist: (category, op) pairs to take out of the rules.  Only the environment
+            variables of the automatic mode set this field; a caller cannot.
+        own_keep: (module path, reason) pairs that the model itself keeps in fp32.  Only
+            the model sets this field.
+        chosen: the placement that a budget for error has led to.  Only `budget=` sets
+            this field.
+        by_variables: whether environment variables gave the options, so that messages
+            name variables.  Only the automatic mode sets this field.
+
+    Raises:
+        OptionError: a value is unusable; the message lists the valid values.
+        RulesError: `rules` or an op name is unusable.
+    """
+
+    precision: str | torch.dtype = "auto"
+    rules: Rules | str | None = None
+    allow: Sequence[str] = ()
+    deny: Sequence[str] = ()
+    infer: Sequence[str] = ()
+    clear: Sequence[str] = ()
+    keep: Sequence[str] = ()
+    backend: str | Callable[..., Any] = "eager"
+    placement: str = "optimal"
+    objective: str = "time"
+    do_no_harm: bool = True
+    strict: bool = False
+    fuse: bool = True
+    unfused: Sequence[str] = ()
+    exact_casts: bool = False
+    calibrate: bool = True
+    unlist: tuple[tuple[str, str], ...] = ()
+    own_keep: tuple[tuple[str, str], ...] = ()
+    chosen: Any = None
+    by_variables: bool = dataclasses.field(default=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("allow", "deny", "infer", "clear", "keep"):
+            object.__setattr__(self, name, _strings(name, getattr(self, name)))
+        if self.precision != "auto" and parse_low_dtype(self.precision) is None:
+            raise OptionError(
+                f"precision={self.precision!r} is not a low precision: give 'auto', "
+                f"{', '.join(map(repr, LOW_DTYPES))} or their torch dtypes"
+            )
+        choice("placement", self.placement, PLACEMENTS)
+        choice("objective", self.objective, OBJECTIVES)
+        if not callable(self.backend):
+            choice("backend", self.backend, BACKENDS, "or any Dynamo backend callable")
+        for name in ("do_no_harm", "strict", "fuse", "exact_casts", "calibrate"):
+            switch(name, getattr(self, name))
+        object.__setattr__(self, "unfused", _kernels(self.unfused))
+        self._check_exact_casts()
+        self._check_rules()
+
+    def _check_rules(self) -> None:
+        """Checks the rules at once, and not only when a model is captured.
+
+        Under precision "auto" it is enough that the rules are valid for one low dtype,
+        because a rules file may be written for one dtype.
+
+        Raises:
+            RulesError, OptionError: the rules are unusable.
+        """
+        if self.rules is None and not (
+            self.allow or self.deny or self.infer or self.clear or self.unlist
+        ):
+            return  # the rules we ship
+        low = parse_low_dtype(self.precision)
+        errors = []
+        for dtype in LOW_DTYPES.values() if low is None else (low,):
+            try:
+                rules = self.resolve_rules(dtype)
+            except RulesError as error:
+                errors.append(error)
+                continue
+            if isinstance(self.rules, Rules):
+                _check_whole(rules, Rules.default(dtype), self.rules.name)
+        if len(errors) == (len(LOW_DTYPES) if low is None else 1):
+            raise errors[-1]
+
+    def _check_exact_casts(self) -> None:
+        """Refuses `exact_casts` where the back end cannot be told to round.
+
+        Raises:
+            OptionError: inductor does not compile the graphs, or cannot round.
+        """
+        if not self.exact_casts or self.backend == "eager":
+            return  # a graph that runs as it is rounds at each cast
+        if not compat.is_inductor(self.backend):
+            raise OptionError(
+                f"exact_casts=True is for backend='inductor', which can be told to "
+                f"round at each cast; backend={self.backend!r} cannot"
+            )
+
+    def advice(self, option: str, value: object) -> str:
+        """The text that sets `option` to `value`: a keyword or a variable."""
+        return advice(option, value, by_variables=self.by_variables)
+
+    @property
+    def kernels_off(self) -> tuple[str, ...]:
+        """The names of the kernels that are switched off.
+
+        All kernels are off where TensorFlow's lists decide, since TensorFlow's pass
+        replaces nothing.
+        """
+        off = not self.fuse or self.placement == "tensorflow"
+        return KERNEL_NAMES if off else tuple(self.unfused)
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some options changed, checked like a new one.
+
+        Raises:
+            OptionError: there is no option of that name, or its value is unusable.
+        """
+        there = names_of(type(self))
+        for name in changes:
+            if name not in there:
+                raise OptionError(
+                    f"unknown option {name!r}; the options are {', '.join(there)}"
+                )
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def kept(self) -> dict[str, str]:
+        """The patterns of modules that stay fp32, each to the reason."""
+        given = {each: f"kept in fp32 by keep={each!r}" for each in self.keep}
+        return {**dict(self.own_keep), **given}
+
+    @property
+    def is_tensorflows(self) -> bool:
+        """Whether placement and lists are TensorFlow's, apart from the user's rules."""
+        name = self.rules.name if isinstance(self.rules, Rules) else str(self.rules)
+        lists = name.partition(" + ")[0] in TENSORFLOW.values()
+        return lists and self.placement == "tensorflow"
+
+    def resolve_rules(self, low: torch.dtype) -> Rules:
+        """The rules in force for compute dtype `low`: defaults, file, then lists."""
+        rules = Rules.default(low)
+        if isinstance(self.rules, Rules):
+            rules = self.rules
+        elif self.rules is not None:
+            name = self.rules
+            if name in TENSORFLOW.values():  # TensorFlow has lists for each dtype
+                name = TENSORFLOW[short_name(low)]
+            laid = Rules.load(name)
+            rules = laid if name in COMPLETE else rules.merge(laid)
+        for category, op in self.unlist:
+            rules = rules.without(category, op)
+        if self.allow or self.deny or self.infer or self.clear:
+            rules = rules.with_lists(
+                allow=self.allow, deny=self.deny, infer=self.infer, clear=self.clear
+            )
+        return rules
+
+
+INTERNAL = frozenset(("unlist", "own_keep", "chosen", "unmet", "by_variables"))
+"""The fields that no caller may give."""
+
+
+def names_of(kind: type[PassOptions]) -> list[str]:
+    """The options that a caller may give, sorted."""
+    return sorted({each.name for each in dataclasses.fields(kind)} - INTERNAL)
+
+
+def _check_whole(rules: Rules, builtin: Rules, name: str) -> None:
+    """Refuses a `Rules` that holds only a user's changes, so that no op would run low.
+
+    Rules that list every op that the built-in rules allow count as complete, even if
+    they deny all of these ops.
+
+    Raises:
+        OptionError: the rules are not complete.
+    """
+    ours = set(builtin.names(Category.ALLOW))
+    if ours & set(rules.names(Category.ALLOW)) or ours <= rules.table.keys():
+        return
+    raise OptionError(
+        f"rules={name!r} is a Rules object, which is used without the built-in rules. "
+        f"It lists {len(rules.table)} ops, and allows no matrix product, convolution "
+        "or other op that the built-in rules allow, so that nothing would run in low "
+        "precision. To change the built-in rules, give the path of the file "
+        '(rules="mine.toml"), or Rules.default("bf16").merge(rules)'
+    )
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    try:
+        items = tuple(value)
+    except TypeError:
+        raise OptionError(f"{name}={value!r} is not a list of names") from None
+    for item in items:
+        if not isinstance(item, str):
+            raise OptionError(f"{name} holds {item!r}, which is not a name")
+    return items
+
+
+def _kernels(value: Any) -> tuple[str, ...]:
+    names = _strings("unfused", value)
+    for name in names:
+        (close,) = difflib.get_close_matches(name, KERNEL_NAMES, 1, 0.0)
+        if isinstance(value, str):
+            raise OptionError(
+                f"unfused={value!r} is a string; give a list: unfused=[{close!r}]"
+            )
+        if name not in KERNEL_NAMES:
+            raise OptionError(
+                f"unfused holds {name!r}, which is no kernel; did you mean {close!r}? "
+                f"The kernels are {', '.join(KERNEL_NAMES)}"
+            )
+    return names
+
+
+def switch(name: str, value: Any) -> None:
+    """Refuses a value that is not True or False.
+
+    Raises:
+        OptionError: the value is neither.
+    """
+    if not isinstance(value, bool):
+        raise OptionError(f"{name}={value!r} is not True or False")
+
+
+def choice(name: str, value: Any, valid: tuple[str, ...], extra: str = "") -> None:
+    """Refuses a value that is none of the valid ones.
+
+    Raises:
+        OptionError: it is none of them.
+    """
+    if value not in valid:
+        options = ", ".join(map(repr, valid)) + (f" {extra}" if extra else "")
+        raise OptionError(f"{name}={value!r} is unknown; give one of {options}")

@@ -1,0 +1,164 @@
+"""The record of one graph: what the passes are told, find out, decide and write."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.passes.decide.assign import Assignment
+from autoamp.passes.decide.cost import PriceModel, Prices
+from autoamp.passes.decide.devices import Device
+from autoamp.passes.decide.verdict import Classified
+from autoamp.passes.options import PassOptions
+from autoamp.passes.see.facts import Facts
+from autoamp.passes.see.nodes import tensors_of
+from autoamp.passes.see.normalise import Normalised
+from autoamp.passes.write.emitted import Cast
+
+_LATER: Any = None
+"""What a field holds until its pass has run."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how a rewritten graph is to run.
+
+    Attributes:
+        free_weights: whether the caller hands casts of weights in, at no price.
+        own_kernels: whether the graph runs without a compiler, and so with kernels of
+            ours where torch has none.
+        own_ops: whether the graph may call ops of autoamp's (`autoamp::attention`).
+        price: gives the prices; by default the roofline of the device.
+        device: the device that the graph is to run on; by default the one it is on.
+        recorded: the figures of devices, as a report has them that placements must
+            match; a device of these is taken in the place of the one here.
+        makes_code: whether the graph's code is made, which a graph that is only looked
+            at does without.
+        scaled: whether gradients are scaled at the edge of the graph.
+    """
+
+    free_weights: bool = False
+    own_kernels: bool = False
+    own_ops: bool = False
+    price: PriceModel | None = None
+    device: Device | None = None
+    recorded: Sequence[Mapping[str, Any]] = ()
+    makes_code: bool = True
+    scaled: bool = False
+
+
+class Sums(NamedTuple):
+    """Counts of a rewritten graph: low float ops, all float ops, and casts."""
+
+    low: int
+    ops: int
+    casts: int
+
+
+@dataclass(frozen=True)
+class Edge:
+    """The edge of a scaled graph, as the code that calls the graph has to know it.
+
+    Attributes:
+        devices: each device has a `loss_scale`, an `inv_loss_scale` and a `found_inf`
+            among the extra inputs at the end.
+        written: positions of inputs that the graph writes results to.
+        exits: positions of the inputs that gradients leave through.
+    """
+
+    devices: tuple[torch.device, ...] = ()
+    written: tuple[int, ...] = ()
+    exits: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """One graph on its way through the passes, and everything that they found out.
+
+    A pass takes a record and returns another one; the fields are filled in the order of
+    the list of passes.  Reports read the record as it was once the casts were in.
+
+    Attributes:
+        options, low, setting: the options, the compute dtype, and where the graph is
+            to run, which no pass changes.
+        gm: the graph as it is now.
+        fake_mode: the mode of the fake tensors of the pass; a graph may hold values of
+            another mode beside, of attributes that Dynamo had met in an earlier trace.
+        inputs: the inputs that the graph was captured with.
+        bodies: the records of sub-graphs (checkpointed regions, branches, loops).
+        given_up: nodes that a failed check keeps in fp32, each to the reason.
+        left_as_they_are: calls of sub-graphs that stay fp32, each to the reason.
+        seconds: time taken by each pass, filled as the passes run.
+        left: names of nodes that the next pass is to leave as they are.
+        notes: sentences for the report, about passes that retreated.
+        fused: whether kernels replaced something.
+        before: the ATen graph that facts and placement are about.
+        facts, classified, prices, assignment: the findings and decisions.
+        casts: the casts inserted, in graph order.
+        rewritten: the record of all that, once the casts are in.
+        weights: positions of the inputs that are weights with a copy.
+        edge: the inputs that loss scaling adds to the graph.
+        layouts: the memory formats of the copies; empty if all are the weights'.
+        code: the graph whose code is run; None where that is `gm`'s own.
+    """
+
+    options: PassOptions
+    low: torch.dtype
+    setting: Setting
+    gm: fx.GraphModule
+    fake_mode: compat.FakeTensorMode = _LATER
+    inputs: tuple[Any, ...] = ()
+    bodies: tuple[Rewritten, ...] = ()
+    given_up: Mapping[str, str] = field(default_factory=dict)
+    left_as_they_are: Mapping[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    left: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+    fused: bool = False
+    before: fx.GraphModule = _LATER
+    facts: Facts = _LATER
+    classified: Classified = _LATER
+    prices: Prices = _LATER
+    assignment: Assignment = _LATER
+    casts: tuple[Cast, ...] = ()
+    rewritten: Rewritten | None = None
+    weights: tuple[int, ...] = ()
+    edge: Edge = field(default_factory=Edge)
+    layouts: tuple[torch.memory_format, ...] = ()
+    code: fx.GraphModule | None = None
+
+    @property
+    def normalised(self) -> Normalised:
+        """The graph with its fake mode, as tracing gives it."""
+        return Normalised(self.gm, self.inputs, self.fake_mode)
+
+    @functools.cached_property  # thirty models that share a graph each ask
+    def sums(self) -> Sums:
+        """The counts of this graph and its bodies together."""
+        every = [*self.with_bodies()]
+        decisions = [d for each in every for d in each.assignment.decisions.values()]
+        low = sum(decision.low for decision in decisions)
+        return Sums(low, len(decisions), sum(len(each.casts) for each in every))
+
+    @property
+    def written(self) -> list[int]:
+        """The positions of the inputs that the graph, or a body of it, writes to."""
+        memories = set().union(*(each.facts.mutated for each in self.with_bodies()))
+        return [
+            at
+            for at, node in enumerate(self.before.graph.find_nodes(op="placeholder"))
+            for tensor in tensors_of(node.meta.get("val"))
+            if compat.storage_id(tensor) in memories
+        ]
+
+    def with_bodies(self) -> Iterator[Rewritten]:
+        """Yields this record, then the records of all bodies, nested ones included."""
+        yield self
+        for body in self.bodies:
+            yield from body.with_bodies()

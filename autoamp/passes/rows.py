@@ -1,0 +1,335 @@
+"""The records of the pass as flat rows, and the cost of each placement of a graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import fx
+
+from autoamp.dtypes import HIGH_DTYPE, short_name
+from autoamp.passes.decide.assign import (
+    COSTS_CASTS,
+    GAINS_NOTHING,
+    Decision,
+    legal_energy,
+)
+from autoamp.passes.decide.devices import Device
+from autoamp.passes.decide.flops import flops_of
+from autoamp.passes.decide.policies import POLICIES, project
+from autoamp.passes.decide.verdict import CEILING
+from autoamp.passes.op_rows import FP32, CastRow, OpRow, SavedGraph
+from autoamp.passes.record import Rewritten
+from autoamp.passes.rules import Category
+from autoamp.passes.see.facts import NodeFacts
+from autoamp.passes.see.nodes import KERNEL
+from autoamp.passes.see.regions import LOWERED_BODY
+from autoamp.passes.write.emitted import CAST_KIND
+from autoamp.passes.write.for_compilers import CAST_FATE, EXACT_CASTS
+from autoamp.words import portable, portable_place
+
+OURS, ALL_FP32 = "ours", "all fp32"
+
+AUTOCAST = "promote"
+"""The policy that places casts as the type promotion of `torch.autocast` does."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One captured graph, or a body inside a graph: a checkpointed region, a loop.
+
+    Attributes:
+        graph: index of the captured graph.
+        body: "" for the graph itself, else the path of the body ("body_0").
+        rewritten: the record of the pass: its facts and decisions.
+        gm: the graph that runs, where weight casts may have become inputs.
+    """
+
+    graph: int
+    body: str
+    rewritten: Rewritten
+    gm: fx.GraphModule
+
+    @property
+    def key(self) -> str:
+        """`0` for a graph, `0/body_0` for a body, as `why(graph=...)` takes it."""
+        return f"{self.graph}/{self.body}" if self.body else str(self.graph)
+
+    @property
+    def caller(self) -> str:
+        """The function that calls a body: "checkpointed", "cond", "while_loop"."""
+        return str(self.rewritten.before.meta.get(LOWERED_BODY, ""))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether inductor compiles the graph."""
+        return not self.body and EXACT_CASTS in self.gm.meta
+
+    @property
+    def exact_casts(self) -> bool | None:
+        """Whether inductor's kernels round at each cast; None where that is unknown."""
+        found: bool | None = self.gm.meta.get(EXACT_CASTS)
+        return found
+
+    @property
+    def low(self) -> str:
+        return short_name(self.rewritten.low)
+
+    @property
+    def device(self) -> Device:
+        """The device from whose figures the prices are computed."""
+        return self.rewritten.assignment.prices.device
+
+    @cached_property
+    def before(self) -> dict[str, fx.Node]:
+        """The nodes of the graph before the pass, by name."""
+        return {node.name: node for node in self.rewritten.before.graph.nodes}
+
+    @cached_property
+    def ops(self) -> tuple[OpRow, ...]:
+        """One row per decision, in graph order."""
+        return tuple(_op_rows(self))
+
+    @property
+    def categories(self) -> list[tuple[str, int, int]]:
+        """Each category with the numbers of its ops in low precision and in fp32."""
+        counts = Counter((row.category, row.is_low) for row in self.ops)
+        each = [(str(c), counts[c, True], counts[c, False]) for c in Category]
+        return [(category, low, high) for category, low, high in each if low or high]
+
+    @cached_property
+    def casts(self) -> tuple[CastRow, ...]:
+        """One row per cast that clean-up left in the graph, in graph order."""
+        return tuple(_cast_rows(self))
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The cost of the placement, and of other placements."""
+        return costs_of(self.rewritten)
+
+
+def sections_of(
+    rewritten: Sequence[Rewritten], graphs: Sequence[fx.GraphModule]
+) -> tuple[Section, ...]:
+    """Every graph followed by its bodies, in order of capture."""
+    return tuple(
+        section
+        for index, (each, gm) in enumerate(zip(rewritten, graphs, strict=True))
+        for section in _with_bodies(Section(index, "", each, gm))
+    )
+
+
+def _with_bodies(section: Section) -> Iterator[Section]:
+    yield section
+    children = dict(section.rewritten.before.named_children())
+    for number, body in enumerate(section.rewritten.bodies):
+        named = (name for name, child in children.items() if child is body.gm)
+        name = next(named, f"body_{number}")
+        path = f"{section.body}/{name}" if section.body else name
+        # The running graph may hold another version of the body, with weight copies as
+        # inputs.
+        gm = getattr(section.gm, name, None)
+        if not isinstance(gm, fx.GraphModule):
+            gm = body.gm
+        yield from _with_bodies(Section(section.graph, path, body, gm))
+
+
+def saved_graph(section: Section) -> SavedGraph:
+    """A section as a saved report has it, without the device and the casts."""
+    ops = (portable_row(row) for row in section.ops)
+    return SavedGraph(section.graph, section.body, "", tuple(ops))
+
+
+def portable_row(row: OpRow) -> OpRow:
+    """A row that is the same on every machine and in every process."""
+    source = portable_place(row.source)
+    return replace(row, reason=portable(row.reason), source=source)
+
+
+def target_name(node: fx.Node) -> str:
+    """The name of the op or function that `node` calls."""
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _op_rows(section: Section) -> Iterator[OpRow]:
+    rewritten = section.rewritten
+    assignment, verdicts = rewritten.assignment, rewritten.classified.verdicts
+    ready = {n.name: n.meta.get(KERNEL) for n in section.gm.graph.nodes}
+    for name, decision in assignment.decisions.items():
+        node, fact = section.before[name], rewritten.facts.nodes[name]
+        reason, heading = _reason(section, decision)
+        chain = fact.chain or ready.get(name)
+        high, low = assignment.prices.ops[name]
+        is_allow = verdicts[name].category is Category.ALLOW
+        yield OpRow(
+            graph=section.graph,
+            body=section.body,
+            name=name,
+            op=decision.op or target_name(node),
+            category=str(decision.category),
+            precision=section.low if decision.low else FP32,
+            reason=reason,
+            origin=decision.origin,
+            module=decision.module,
+            source=decision.source,
+            listed=decision.listed,
+            bytes=_bytes_moved(rewritten, fact),
+            heading=heading,
+            kernel=chain.kernel if chain else "",
+            calls=chain.calls if chain else 1,
+            rule=verdicts[name].reason,
+            cost_fp32=high - (assignment.prices.reward if is_allow else 0),
+            cost_low=low,
+            pinned=assignment.pinned.get(name, ""),
+            flops=flops_of(node, fact),
+            trains=fact.requires_grad,
+            reads=fact.read_numel,
+        )
+
+
+def _reason(section: Section, decision: Decision) -> tuple[str, str]:
+    """The reason of a decision, and the heading to group it under."""
+    if decision.origin == CEILING:
+        return decision.reason, "reads fp32 values, so its result is fp32"
+    if not decision.choice:
+        return decision.reason, decision.reason
+    heading = {
+        GAINS_NOTHING: f"{section.low} is predicted to gain nothing",
+        COSTS_CASTS: f"casts would cost more than {section.low} saves",
+    }.get(decision.choice, decision.choice.partition(" (")[0])
+    return f"{decision.reason}; {decision.choice}", heading
+
+
+def _bytes_moved(rewritten: Rewritten, fact: NodeFacts) -> int:
+    storages = {rewritten.facts.nodes[o.value].storage for o in fact.operands}
+    if fact.storage in storages and fact.storage not in rewritten.facts.mutated:
+        return 0  # a view
+    return (fact.read_numel + fact.numel) * HIGH_DTYPE.itemsize
+
+
+def _cast_rows(section: Section) -> Iterator[CastRow]:
+    kept = {n.name: n for n in section.rewritten.gm.graph.nodes}
+    running = {n.name: n for n in section.gm.graph.nodes}
+    facts = section.rewritten.facts
+    for cast in section.rewritten.casts:
+        if cast.name not in kept:
+            continue
+        node = running.get(cast.name)
+        runs = node is not None and node.op == "call_function"
+        meta = node.meta if node is not None else {}
+        producer = facts.nodes[facts.maker(cast.value)].op
+        if cast.value in facts.constants:
+            producer = "weight" if cast.value in facts.weights else "input"
+        yield CastRow(
+            graph=section.graph,
+            body=section.body,
+            name=cast.name,
+            value=cast.value,
+            kind=cast.kind,
+            dtype=short_name(cast.dtype),
+            bytes=cast.bytes,
+            every_call=cast.kind != "weight" or (runs and CAST_KIND in meta),
+            producer=producer,
+            readers=tuple(user.name for user in kept[cast.name].users),
+            source=facts.nodes[facts.maker(cast.value)].source,
+            compiled=meta.get(CAST_FATE, ""),
+        )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The cost of one placement of a graph.
+
+    Under `do_no_harm=False` the price of an allow op in fp32 includes a *reward* for
+    converting the op, larger than all other prices together.  The certificate needs
+    costs with rewards, because the solver minimised these costs; a reader wants the
+    predicted time.
+
+    Attributes:
+        cost: the total that was minimised, rewards included.
+        estimate: the total without rewards: predicted time or bytes.
+        allow_in_fp32: number of allow ops that the placement leaves in fp32.
+        low: the ops that it places low.
+    """
+
+    cost: int
+    estimate: int
+    allow_in_fp32: int
+    low: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of one graph, in units of 0.1 ns or of bytes.
+
+    Attributes:
+        placements: `OURS`, `ALL_FP32` or another policy's name, to its cost.
+        optimal_cost: the least cost of any legal placement.
+        reward: the cost added by each allow op left in fp32; 0 with do_no_harm.
+        in_bytes: whether the unit is bytes kept for the backward, not time.
+        device: the device from whose figures the prices are computed.
+    """
+
+    placements: Mapping[str, Placement]
+    optimal_cost: int
+    reward: int
+    in_bytes: bool
+    device: str
+
+    @property
+    def ours(self) -> Placement:
+        return self.placements[OURS]
+
+    @property
+    def unit(self) -> str:
+        return "bytes" if self.in_bytes else "0.1 ns"
+
+    @property
+    def regret(self) -> dict[str, int]:
+        """Policy to its cost above the optimum, rewards included."""
+        return {n: self.placements[n].cost - self.optimal_cost for n in POLICIES}
+
+    @property
+    def titled(self) -> list[tuple[str, Placement]]:
+        """Each placement with its title, in the order in which they are shown."""
+        titles = {
+            OURS: "this one",
+            ALL_FP32: "all fp32",
+            "tensorflow": "TensorFlow's passes",
+            AUTOCAST: "autocast's type promotion",
+            "forced": "allow ops alone",
+        }
+        return [(title, self.placements[name]) for name, title in titles.items()]
+
+
+def costs_of(rewritten: Rewritten) -> Costs:
+    """The costs of one graph under the prices that its placement used."""
+    assignment = rewritten.assignment
+    prices = assignment.prices
+
+    def placement(cost: int, low: frozenset[str]) -> Placement:
+        left = allow_in_fp32(rewritten, low)
+        return Placement(cost, cost - prices.reward * left, left, low)
+
+    placements = {
+        OURS: placement(assignment.cost, assignment.low),
+        ALL_FP32: placement(assignment.all_high_cost, frozenset()),
+    }
+    for name, policy in POLICIES.items():
+        low = project(assignment.problem, policy(rewritten.classified))
+        placements[name] = placement(legal_energy(assignment.problem, low), low)
+    return Costs(
+        placements=placements,
+        optimal_cost=assignment.optimal_cost,
+        reward=prices.reward,
+        in_bytes=prices.in_bytes,
+        device=prices.device.name,
+    )
+
+
+def allow_in_fp32(rewritten: Rewritten, low: frozenset[str]) -> int:
+    """The number of allow ops that are not in `low`."""
+    classified = rewritten.classified
+    return len({*filter(classified.is_allowed, classified.verdicts)} - low)

@@ -1,0 +1,369 @@
+"""Runs the list of passes on a captured graph, checks each, and retreats where need be.
+
+Three ways lead in: `rewrite_graph` and `rewrite_normalised` run the list up to the
+rewritten graph, `prepare` runs all of it and has the back end compile the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.errors import CaptureError
+from autoamp.passes.check.checks import Checks
+from autoamp.passes.functions import checkpoint_as_python_does
+from autoamp.passes.list import PASSES, Pass, Phase, takes_our_ops
+from autoamp.passes.options import PassOptions
+from autoamp.passes.prepared import Prepared
+from autoamp.passes.record import Rewritten, Setting
+from autoamp.passes.retreat import RETRIES, LeaveOut, kept_for, wider
+from autoamp.passes.see.meshes import ON_MESH
+from autoamp.passes.see.normalise import UNTRACED, Normalised, normalise
+from autoamp.passes.see.regions import BODY_LEFT, BODY_RECORDS, LOWERED_BODY
+from autoamp.passes.write.for_compilers import casts_to_read, note_casts
+from autoamp.passes.write.hoist_weight_casts import read_wide
+from autoamp.passes.write.scale_edge import scale_inputs
+from autoamp.printable import printable_line
+
+_ANYWHERE = Setting()
+
+
+def rewrite_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: PassOptions,
+    low: torch.dtype,
+    **setting: Any,
+) -> Rewritten:
+    """Runs the passes that see, decide and write on `gm`, which is not changed.
+
+    Args:
+        **setting: the fields of `Setting`.
+
+    Raises:
+        AutoampError: a pass failed; the message says where.
+    """
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "normalise"):
+        normalised = normalise(gm, example_inputs)
+    return rewrite_normalised(normalised, options, low, Setting(**setting), seconds)
+
+
+def rewrite_normalised(
+    normalised: Normalised,
+    options: PassOptions,
+    low: torch.dtype,
+    setting: Setting,
+    seconds: dict[str, float],
+) -> Rewritten:
+    """As `rewrite_graph`, of an ATen graph; adds the times to `seconds`."""
+    begun = _begun(normalised, options, low, setting, seconds)
+    return _settled(_run(begun, Phase.WRITE))
+
+
+def placed_again(
+    rewritten: Rewritten, options: PassOptions, given_up: Mapping[str, str]
+) -> Rewritten:
+    """The record of the same graph under other options, without any retreat.
+
+    Args:
+        given_up: the nodes to keep fp32, each to the reason.
+    """
+    begun = replace(
+        rewritten,
+        options=options,
+        gm=rewritten.before,
+        given_up=dict(given_up),
+        fused=False,
+        seconds={},
+    )
+    chosen = [p for p in PASSES if p.phase in (Phase.DECIDE, Phase.WRITE)]
+    return _settled(_run(begun, Phase.WRITE, chosen, retries=0))
+
+
+def prepare(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: PassOptions,
+    low: torch.dtype,
+    *,
+    scaled: bool,
+    setting: Setting = _ANYWHERE,
+) -> Prepared:
+    """Runs all passes on `gm`, and has the back end make a function of the result.
+
+    Args:
+        inputs: the inputs Dynamo captured `gm` with.
+        options: the options of the conversion; `options.backend` compiles the result.
+        scaled: whether the gradients of the graph are scaled at its edge.
+        setting: the device `gm` is to run on, by default the one it was captured on,
+            and the prices.
+
+    Raises:
+        AutoampError: a pass failed; the message says where.
+    """
+    eager = options.backend == "eager"
+    setting = replace(
+        setting,
+        free_weights=True,
+        own_kernels=eager and options.fuse,
+        own_ops=takes_our_ops(options),
+        scaled=scaled,
+    )
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "normalise"):
+        normalised = normalise(gm, inputs)
+    begun = _begun(normalised, options, low, setting, seconds)
+    work = _run(begun, Phase.PREPARE)
+    assert work.rewritten is not None
+    code = work.code or work.gm
+    if not eager:
+        compat.as_dynamo_gave(code, gm)
+    if setting.makes_code:
+        compat.make_code(code)
+    return Prepared(
+        work.rewritten,
+        work.gm,
+        code.forward if eager else _compiled(work, code, _given(work, inputs)),
+        notes=(*_given_up(work.rewritten), *work.notes),
+        weights=work.weights,
+        read_wide=read_wide(work.gm, len(inputs)),
+        layouts=work.layouts,
+        edge=work.edge,
+        sizes=tuple(i for i, v in enumerate(inputs) if isinstance(v, torch.SymInt)),
+    )
+
+
+def as_it_is(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: PassOptions, problem: str
+) -> Prepared:
+    """The graph made ready to run in fp32, because of `problem`."""
+    if options.backend == "eager":
+        checkpoint_as_python_does(gm)
+    exact = options.exact_casts
+    run = compat.compile_with(options.backend, gm, inputs, exact_casts=exact)
+    return Prepared(None, gm, run, problem)
+
+
+def _compiled(
+    work: Rewritten, code: fx.GraphModule, given: list[Any]
+) -> Callable[..., Any]:
+    """The function that a compiler makes of a graph; what inductor does is noted."""
+    options = work.options
+    if not compat.is_inductor(options.backend):
+        return compat.compile_with(options.backend, code, given)
+    reading, exact = casts_to_read(work.gm), options.exact_casts
+    run = compat.compile_with(
+        options.backend, code, given, exact_casts=exact, reading=reading
+    )
+    note_casts(work.gm, reading)
+    return run
+
+
+# -- the run of the list -----------------------------------------------------------
+
+
+def _run(
+    work: Rewritten,
+    last: Phase,
+    passes: Sequence[Pass] = PASSES,
+    retries: int = RETRIES,
+) -> Rewritten:
+    """Runs the passes up to phase `last`, and retreats where a pass or its check fails.
+
+    Where the graph cannot go without the pass, the nodes that the error names are kept
+    in fp32, and the list goes on at the first pass that decides.
+    """
+    wanted = [each for each in passes if each.phase <= last]
+    started: dict[int, Rewritten] = {}
+    left_out: set[str] = set()
+    checks, at, failures = Checks(), 0, 0
+    deciding = (i for i, each in enumerate(wanted) if each.phase is Phase.DECIDE)
+    first = next(deciding, len(wanted))
+    while at < len(wanted):
+        each = wanted[at]
+        if each.phase is Phase.PREPARE and work.rewritten is None:
+            work = replace(work, rewritten=_settled(work))
+        started[at] = work
+        try:
+            if each.name not in left_out:
+                work = _passed(each, work, checks)
+            at += 1
+        except LeaveOut as told:
+            left_out.add(told.name)
+            at = next(i for i, p in enumerate(wanted) if p.name == told.name)
+            work = started[at]
+        except Exception as error:
+            if each.without or at < first:
+                raise
+            again = started[first]
+            fresh = wider(error, again.before.graph, again.given_up)
+            failures += 1
+            if work.options.strict or failures > retries or not fresh:
+                raise
+            kept = dict.fromkeys(fresh, kept_for(error))
+            work = replace(again, given_up={**again.given_up, **kept})
+            at = first
+    return work
+
+
+def _passed(each: Pass, work: Rewritten, checks: Checks) -> Rewritten:
+    """The record after one pass and its check, which names the nodes to be spared."""
+    left: tuple[str, ...] = ()
+    if each.needs_memory:
+        left = tuple(n.name for n in work.gm.graph.nodes if ON_MESH in n.meta)
+    problem: Exception | None = None
+    for _ in range(RETRIES + 1):
+        try:
+            with _timed(work.seconds, each.name):
+                now = each.run(replace(work, left=frozenset(left)))
+            if each.check is not None:
+                with _timed(work.seconds, f"check of {each.name}"):
+                    checks.always(work, now)
+                    each.check(checks, work, now)
+            break
+        except LeaveOut:
+            raise
+        except Exception as error:
+            if not each.without or work.options.strict:
+                raise
+            problem = error
+            fresh = wider(error, work.gm.graph, left)
+            left, now = (*left, *fresh), work
+            if not fresh:
+                break
+    if problem is None:
+        return replace(now, left=frozenset())
+    told = f"{each.without}, or some of it, after a failed check: please report: "
+    told += f"{type(problem).__name__}: {problem}"
+    notes = (*work.notes, printable_line(told))
+    return replace(now, left=frozenset(), notes=notes)
+
+
+def _settled(work: Rewritten) -> Rewritten:
+    """The record for reports, once the casts are in: it names all that stays fp32."""
+    untraced = {
+        name: kept_for(CaptureError(f"tracing to ATen failed at {name}: {why}"))
+        for name, why in work.before.meta.get(UNTRACED, {}).items()
+    }
+    given_up = {**work.left_as_they_are, **untraced, **work.given_up}
+    return replace(work, given_up=given_up)
+
+
+def _begun(
+    normalised: Normalised,
+    options: PassOptions,
+    low: torch.dtype,
+    setting: Setting,
+    seconds: dict[str, float],
+) -> Rewritten:
+    """The record of a graph whose sub-graphs have been rewritten already."""
+
+    def inner(body: Normalised) -> Rewritten:
+        return rewrite_normalised(body, options, low, setting, seconds={})
+
+    bodies, left = _rewrite_bodies(normalised, inner, strict=options.strict)
+    return Rewritten(
+        options,
+        low,
+        setting,
+        normalised.gm,
+        normalised.fake_mode,
+        normalised.inputs,
+        bodies,
+        left_as_they_are=left,
+        seconds=seconds,
+    )
+
+
+def _rewrite_bodies(
+    normalised: Normalised,
+    rewrite: Callable[[Normalised], Rewritten],
+    *,
+    strict: bool,
+) -> tuple[tuple[Rewritten, ...], dict[str, str]]:
+    """Rewrites sub-graphs, whose inputs and outputs stay fp32, and puts them in place.
+
+    A sub-graph on which the passes fail stays fp32, and the graph round it is still
+    rewritten.  Returns the rewritten sub-graphs, and the reason for each call of a
+    sub-graph that stays fp32.
+
+    Args:
+        rewrite: runs the passes on a sub-graph, under the options of the graph around.
+        strict: whether a failing pass raises.
+    """
+    found: list[Rewritten] = []
+    left: dict[str, str] = {}
+    for name, body in list(normalised.gm.named_children()):
+        if not (isinstance(body, fx.GraphModule) and body.meta.get(LOWERED_BODY)):
+            continue
+        inner = Normalised(body, (), normalised.fake_mode)
+        try:
+            with torch.set_grad_enabled(body.meta[BODY_RECORDS]):
+                rewritten = rewrite(inner)
+        except Exception as error:
+            if strict:
+                raise
+            body.meta[BODY_LEFT] = f"{type(error).__name__}: {error}"
+            left |= dict.fromkeys(_callers(normalised.gm, name), kept_for(error))
+            continue
+        setattr(normalised.gm, name, rewritten.gm)
+        found.append(rewritten)
+    return tuple(found), left
+
+
+def _callers(gm: fx.GraphModule, body: str) -> list[str]:
+    """The calls that take sub-graph `body` as an operand."""
+    operands = [n for n in gm.graph.nodes if n.op == "get_attr" and n.target == body]
+    return [user.name for n in operands for user in n.users]
+
+
+# -- for the back end and the report -----------------------------------------------
+
+
+def _given(work: Rewritten, inputs: Sequence[Any]) -> list[Any]:
+    """The arguments the graph is called with: `inputs`, weight copies, and scales.
+
+    Copies and scales are fake tensors: a compiler that makes fakes of them by itself
+    gives their sizes symbols, where any size of the inputs may change.
+    """
+    formats = work.layouts or (torch.preserve_format,) * len(work.weights)
+    low = work.low
+    copies = [
+        torch.empty_like(inputs[i].detach(), dtype=low, memory_format=layout)
+        for i, layout in zip(work.weights, formats, strict=True)
+    ]
+    extra = [t for device in work.edge.devices for t in scale_inputs(device)]
+    mode = compat.current_fake_mode(inputs)
+    added = [*copies, *extra]
+    return [*inputs, *(added if mode is None else compat.fake_inputs(added, mode))]
+
+
+def _given_up(rewritten: Rewritten) -> list[str]:
+    """One line for each error of a check, with the ops that stay fp32 because of it."""
+    errors: dict[str, list[str]] = {}
+    for each in rewritten.with_bodies():
+        for name, why in each.given_up.items():
+            fact = each.facts.nodes.get(name)
+            place = (fact.source or fact.module or name) if fact else name
+            errors.setdefault(why, []).append(place)
+    found = []
+    for why, places in errors.items():
+        where = ", ".join(dict.fromkeys(places[:4]))
+        more = f" and {len(places) - 4} more" if len(places) > 4 else ""
+        found.append(printable_line(f"{why} (ops at {where}{more})"))
+    return found
+
+
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start

@@ -1,0 +1,1 @@
+"""Passes that see: the graph in torch's own ops, and the facts of each value."""

@@ -1,0 +1,354 @@
+"""Turns any FX graph into a pre-dispatch ATen graph, where each op has one name.
+
+Dynamo's graphs spell one op three ways (`F.linear`, `nn.Linear`, a method).  ATen above
+autograd has one name for it, which autocast's lists use too.  Composite ops stay
+whole, and autograd still runs below the graph, so attention kernels are chosen by
+dtype.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.errors import CaptureError
+from autoamp.passes.ops import drop_dead
+from autoamp.passes.see.lowering import Lowering
+from autoamp.passes.see.meshes import (
+    computes_on_dtensors,
+    computes_on_nested,
+    note_held,
+    whole_inputs,
+)
+from autoamp.passes.see.op_cache import OpCache, op_cache_for
+from autoamp.passes.see.regions import Region, Regions
+
+_PACKAGE = str(Path(__file__).parents[2])
+
+UNTRACED = "autoamp_untraced"
+"""In the `meta` of an ATen graph: the names of calls that stayed whole, to reasons."""
+
+NUMBER = "autoamp_number"
+"""In the `meta` of a placeholder for the model's own tensor: the tensor's number."""
+
+WIDENED = "autoamp_widened"
+"""Set in the `meta` of a cast to fp32 that our capture made, of a result that is half
+under autocast."""
+
+_METADATA_HOLDS = torch.ops.aten._assert_tensor_metadata.default
+"""`torch.export` writes this call before a cast of the model's own.  The call asserts
+the dtype and the device that the trace has found, which are not the dtype after the
+passes, and it has no result."""
+
+_OWN = re.compile(r"L\['(mod|self)'\]|G\[")
+"""The start of a Dynamo source that is not an argument of the call."""
+
+
+@dataclass(frozen=True)
+class Normalised:
+    """An ATen graph and the fake tensors it was traced with."""
+
+    gm: fx.GraphModule
+    inputs: tuple[Any, ...]
+    fake_mode: compat.FakeTensorMode
+
+
+def normalise(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Normalised:
+    """The ATen graph of `gm`; `gm` is not changed.
+
+    Args:
+        gm: a Dynamo graph (parameters are placeholders) or any other `GraphModule`
+            whose parameters and buffers are its own attributes.
+        example_inputs: one value per placeholder, real or fake tensors, or ints.
+
+    Raises:
+        CaptureError: an op could not be traced; the message names it.
+    """
+    wanted = sum(n.op == "placeholder" for n in gm.graph.nodes)
+    if isinstance(example_inputs, torch.Tensor) or len(example_inputs) != wanted:
+        given = "one tensor" if torch.is_tensor(example_inputs) else len(example_inputs)
+        message = (
+            f"the graph has {wanted} inputs, but {given} given as example inputs; give "
+            "a sequence of one value per input"
+        )
+        raise CaptureError(message)
+    if computes_on_nested(gm, example_inputs):
+        raise CaptureError("no pass follows the lengths that a nested tensor holds")
+    meshed = computes_on_dtensors(gm, example_inputs)
+    op_cache = None if meshed else op_cache_for(gm, example_inputs)
+    if op_cache is not None:
+        mode, fakes = op_cache.mode, op_cache.inputs
+        with contextlib.suppress(CaptureError):  # the trace below reports the error
+            lowered = _trace(gm, fakes, mode, op_cache)
+            _restore_placeholders(lowered, gm, fakes, example_inputs)
+            return Normalised(lowered, fakes, mode)
+    mode = compat.current_fake_mode(example_inputs) or compat.new_fake_mode()
+    whole = whole_inputs(gm, example_inputs, mode) if meshed else example_inputs
+    fakes = tuple(compat.fake_inputs(whole, mode))
+    lowered = _trace(gm, fakes, mode, meshed=meshed)
+    if meshed:
+        note_held(lowered, example_inputs)
+    _restore_placeholders(lowered, gm, fakes, example_inputs)
+    return Normalised(lowered, fakes, mode)
+
+
+def _trace(
+    gm: fx.GraphModule,
+    fakes: Sequence[Any],
+    mode: compat.FakeTensorMode,
+    op_cache: OpCache | None = None,
+    outer: Sequence[Region] = (),
+    *,
+    meshed: bool = False,
+) -> fx.GraphModule:
+    """The ATen graph of `gm`, whose own parameters and buffers stay attributes.
+
+    Args:
+        outer: the autocast regions of the model's own that `gm` is called in.
+        meshed: whether `gm` computes on DTensors, each of which the inputs give whole.
+    """
+    gm = fold_transforms(gm)
+    named = {**dict(gm.named_parameters()), **dict(gm.named_buffers())}
+    fake_named = dict(
+        zip(named, compat.fake_inputs([*named.values()], mode), strict=True)
+    )
+
+    def lower(
+        body: fx.GraphModule, inputs: Sequence[Any], regions: Regions
+    ) -> fx.GraphModule:
+        lowered = _trace(body, inputs, mode, outer=regions.inside, meshed=meshed)
+        _restore_placeholders(lowered, body, tuple(inputs), inputs)
+        return lowered
+
+    regions = Regions(gm, outer)
+    lowering = Lowering(gm, mode, op_cache, lower, regions, meshed=meshed)
+
+    def run(*values: Any) -> Any:
+        attributes = dict(zip(named, values, strict=False))
+        with compat.with_parameters(gm, attributes):
+            return lowering.run(*values[len(named) :])
+
+    try:
+        inputs = compat.told_apart([*fake_named.values(), *fakes])
+        if op_cache is None:
+            traced = compat.trace_pre_dispatch(run, inputs, mode)
+        else:
+            begin = compat.recorded_inputs
+            traced = compat.trace_pre_dispatch(lambda: run(*begin(inputs)), (), mode)
+    except Exception as error:
+        where = lowering.current_node
+        at = f" at {where.format_node()}" if where is not None else ""
+        message = (
+            f"tracing to ATen failed{at}: {type(error).__name__}: {error}. "
+            "This graph runs unconverted; report this with the op named above."
+        )
+        raise CaptureError(message) from error
+    for name, body in lowering.bodies.items():
+        setattr(traced, name, body)
+    traced.meta[UNTRACED] = lowering.untraced
+    _placeholders_to_attributes(traced, named)
+    for node in list(traced.graph.nodes):
+        if node.target is _METADATA_HOLDS:
+            traced.graph.erase_node(node)
+            continue
+        _drop_our_frames(node)
+        if _refuses_backward(node, mode):
+            _detach_operands(traced.graph, node)
+    drop_dead(traced.graph)
+    traced.recompile()
+    return traced
+
+
+def _drop_our_frames(node: fx.Node) -> None:
+    """Takes the frames of this package out of a node's stack trace.
+
+    What one of these frames tells stays in the node's `meta`.
+    """
+    if compat.traced_in_widening(node):
+        node.meta[WIDENED] = True
+    trace = _without_our_frames(node.meta.get("stack_trace") or "")
+    if trace:
+        node.meta["stack_trace"] = trace
+    else:
+        node.meta.pop("stack_trace", None)
+
+
+@functools.lru_cache(maxsize=1024)  # the nodes of one line share a trace
+def _without_our_frames(trace: str) -> str:
+    if _PACKAGE not in trace:
+        return trace
+    frames = re.split(r"(?m)^(?=  File )", trace)
+    return "".join(f for f in frames if f'File "{_PACKAGE}' not in f)
+
+
+def _refuses_backward(node: fx.Node, mode: compat.FakeTensorMode) -> bool:
+    """Whether a node is a factory whose backward would raise, because torch lacks it.
+
+    Torch's functions that take tensor options call their op below autograd
+    (`torch.randint_like`, `linspace` of tensors).  A trace records the op itself, which
+    would take part in the backward and raise there.
+    """
+    target = node.target
+    if not isinstance(target, compat.OpOverload) or not node.all_input_nodes:
+        return False
+    if not any(a.name == "pin_memory" for a in compat.schema(target).arguments):
+        return False
+    # Of numbers alone there is no backward, and `arange(n * 0.1)` would fail here.
+    if not any(isinstance(n.meta["val"], torch.Tensor) for n in node.all_input_nodes):
+        return False
+
+    def leaf(operand: fx.Node) -> Any:
+        value = operand.meta["val"]
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value.detach().requires_grad_()
+        return value
+
+    with mode, torch.enable_grad(), compat.outside_trace():
+        args, kwargs = fx.map_arg((node.args, node.kwargs), leaf)
+        result = target(*args, **kwargs)
+    maker = getattr(result, "grad_fn", None)
+    return maker is not None and maker.name().endswith("::NotImplemented")
+
+
+def _detach_operands(graph: fx.Graph, node: fx.Node) -> None:
+    for operand in node.all_input_nodes:
+        with graph.inserting_before(node):
+            apart = graph.call_function(torch.ops.aten.detach.default, (operand,))
+        apart.meta = dict(node.meta)
+        with torch.no_grad():
+            apart.meta["val"] = operand.meta["val"].detach()
+        node.replace_input_with(operand, apart)
+
+
+def _placeholders_to_attributes(
+    traced: fx.GraphModule, named: dict[str, torch.Tensor]
+) -> None:
+    placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    for (name, value), node in zip(named.items(), placeholders, strict=False):
+        _assign(traced, name, value)
+        with traced.graph.inserting_before(node):
+            attribute = traced.graph.get_attr(name)
+        attribute.meta = dict(node.meta)
+        attribute.meta["autoamp_requires_grad"] = value.requires_grad
+        attribute.meta["autoamp_is_parameter"] = isinstance(value, torch.nn.Parameter)
+        node.replace_all_uses_with(attribute)
+        traced.graph.erase_node(node)
+
+
+def _assign(root: torch.nn.Module, path: str, value: torch.Tensor) -> None:
+    """Sets parameter or buffer `path` ("a.b.weight") of `root`."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        if not hasattr(root, parent):
+            root.add_module(parent, torch.nn.Module())
+        root = getattr(root, parent)
+    if isinstance(value, torch.nn.Parameter):
+        root.register_parameter(name, value)
+    else:
+        root.register_buffer(name, value)
+
+
+def _restore_placeholders(
+    lowered: fx.GraphModule,
+    original: fx.GraphModule,
+    fakes: Sequence[Any],
+    given: Sequence[Any],
+) -> None:
+    """Gives placeholders their readable names, sources and gradient flags back.
+
+    Placeholders for the model's own one-element tensors get the numbers as well.
+    """
+    sources = compat.placeholder_sources(original)
+    before = [n for n in original.graph.nodes if n.op == "placeholder"]
+    after = [n for n in lowered.graph.nodes if n.op == "placeholder"]
+    every = zip(before, after, fakes, sources, given, strict=True)
+    for old, new, fake, source, real in every:
+        if _OWN.match(source):
+            new.meta[NUMBER] = compat.held_number(real)
+        path = old.meta.get("autoamp_path") or compat.module_path(source)
+        name = re.sub(r"\W+", "_", path).strip("_") if path else old.name
+        name = "self_" if name == "self" else name  # the generated code uses `self`
+        new.name = compat.free_name(lowered.graph, name or old.name)
+        new.target = new.name
+        new.meta["autoamp_path"] = path
+        new.meta["autoamp_requires_grad"] = (
+            isinstance(fake, torch.Tensor) and fake.requires_grad
+        )
+        new.meta["autoamp_is_parameter"] = isinstance(fake, torch.nn.Parameter)
+    lowered.recompile()
+
+
+_OUTSIDE = ("placeholder", "get_attr", "output")
+
+
+def fold_transforms(gm: fx.GraphModule) -> fx.GraphModule:
+    """`gm` with each outermost transform as one call; `gm` itself if it has none."""
+    spans = _spans(gm.graph)
+    if not spans:
+        return gm
+    folded = fx.GraphModule(gm, gm.graph)
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    inside = {node: span for span in spans for node in span}
+    for node in gm.graph.nodes:
+        span = inside.get(node)
+        if span is None:
+            values[node] = graph.node_copy(node, values.__getitem__)
+        elif node is span[-1]:
+            name = f"autoamp_transformed_{spans.index(span)}"
+            setattr(folded, name, _call(gm, span, name, graph, values))
+    folded.graph = graph
+    return folded
+
+
+def _spans(graph: fx.Graph) -> list[list[fx.Node]]:
+    """The nodes of each outermost transform, from its entry to its exit."""
+    spans: list[list[fx.Node]] = []
+    depth = 0
+    for node in graph.nodes:
+        if node.target in compat.TRANSFORM_ENTRIES:
+            if depth == 0:
+                spans.append([])
+            depth += 1
+        if depth and node.op not in _OUTSIDE:
+            spans[-1].append(node)
+        if node.target in compat.TRANSFORM_EXITS:
+            depth -= 1
+    return spans
+
+
+def _call(
+    gm: fx.GraphModule,
+    span: list[fx.Node],
+    name: str,
+    graph: fx.Graph,
+    values: dict[fx.Node, fx.Node],
+) -> fx.GraphModule:
+    """The sub-graph of `span`; `graph` gets the call and `values` its results."""
+    members = frozenset(span)
+    read = (i for n in span for i in n.all_input_nodes if i not in members)
+    operands = [*dict.fromkeys(read)]
+    results = [n for n in span if not members.issuperset(n.users)]
+    body = fx.Graph()
+    inner = {node: body.placeholder(node.name) for node in operands}
+    for node in span:
+        inner[node] = body.node_copy(node, inner.__getitem__)
+    body.output(tuple(inner[node] for node in results))
+
+    target = graph.get_attr(name)
+    call = graph.call_function(compat.WRAP, (target, *(values[o] for o in operands)))
+    call.meta = {k: v for k, v in span[0].meta.items() if k != "example_value"}
+    for index, node in enumerate(results):
+        values[node] = graph.call_function(operator.getitem, (call, index))
+        values[node].meta = dict(node.meta)
+    return fx.GraphModule(gm, body)

@@ -1,0 +1,177 @@
+"""The autocast regions of a model's own, followed node by node through its graph.
+
+A model may hold `with torch.autocast(...)` itself.  The model's graph then has nodes
+that enter and leave the region; the nodes between run as in the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.errors import CaptureError
+from autoamp.passes.op_names import base_name
+from autoamp.passes.ops import HIDDEN_WRITES, mutated_arguments
+
+CALLED_IN = "autoamp_called_in"
+"""Set in the `meta` of a sub-graph: the regions it is called in, outermost first."""
+
+Region = tuple[Any, ...]
+"""The arguments of `torch.autocast`: device type, dtype, enabled, cache."""
+
+
+class Regions:
+    """The regions round the current node of a walk through a graph, in order.
+
+    Example:
+        >>> graph_module = fx.symbolic_trace(torch.nn.ReLU())
+        >>> regions = Regions(graph_module)
+        >>> for node in graph_module.graph.nodes:
+        ...     regions.follow(node)
+        ...     print(node, regions.is_on)
+        input_1 None
+        relu None
+        output None
+    """
+
+    def __init__(self, gm: fx.GraphModule, outer: Sequence[Region] = ()) -> None:
+        """Begins at the first node of `gm`, which is called in regions `outer`."""
+        begun = gm.meta.get(CALLED_IN, outer)
+        self._inside: list[tuple[fx.Node | None, Region]] = [(None, r) for r in begun]
+        self._states: dict[Region, compat.AutocastState] = {}
+
+    def follow(self, node: fx.Node) -> None:
+        """Moves the walk on to `node`."""
+        if node.target is compat.ENTER_AUTOCAST:
+            self._inside.append((node, tuple(node.args)))
+        elif node.target is compat.EXIT_AUTOCAST:
+            self._inside = [each for each in self._inside if each[0] != node.args[0]]
+
+    @property
+    def inside(self) -> tuple[Region, ...]:
+        """The regions round the current node, outermost first."""
+        return tuple([region for _, region in self._inside])
+
+    @property
+    def is_on(self) -> bool | None:
+        """Whether autocast is on in the innermost region; None outside all regions."""
+        if not self._inside:
+            return None
+        region = self._inside[-1][1]
+        return bool(region[2]) if len(region) > 2 else True
+
+    def entered(self) -> contextlib.AbstractContextManager[Any]:
+        """Enters the same regions, for ops that are called to see their results."""
+        if not self._inside:
+            return contextlib.nullcontext()
+        stack = contextlib.ExitStack()
+        for region in self.inside:
+            if region not in self._states:
+                self._states[region] = compat.autocast_state(*region[:3])
+            stack.enter_context(compat.in_autocast(self._states[region]))
+        return stack
+
+
+LOWERED_BODY = "autoamp_lowered_body"
+"""Set in the `meta` of a sub-graph that is an ATen graph, to be rewritten as well: the
+name of the op that calls the sub-graph."""
+
+BODY_RECORDS = "autoamp_body_records"
+"""Set beside `LOWERED_BODY`: whether grad mode is on where the body is called."""
+
+BODY_LEFT = "autoamp_body_left"
+"""Set in the `meta` of a body that stays as the user wrote it: the reason."""
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Positions among the arguments of a higher-order op.
+
+    Attributes:
+        bodies: the sub-graphs to rewrite.
+        others: the sub-graphs that are called with the same values, not rewritten.
+        shared: the values that every run of a body reads unchanged, as the last inputs
+            of the body.  The op itself makes the inputs before these values: a value
+            that goes round a loop, a slice.
+    """
+
+    bodies: tuple[int, ...]
+    others: tuple[int, ...]
+    shared: int
+
+
+CONTROL_FLOW: Mapping[Any, Positions] = {
+    compat.COND: Positions(bodies=(1, 2), others=(), shared=3),
+    compat.WHILE_LOOP: Positions(bodies=(1,), others=(0,), shared=3),
+    compat.SCAN: Positions(bodies=(0,), others=(), shared=3),
+    compat.MAP: Positions(bodies=(0,), others=(), shared=2),
+}
+
+
+def body_inputs(
+    body: fx.GraphModule,
+    shared: Sequence[Any],
+    mode: compat.FakeTensorMode,
+    needs_grad: bool,
+) -> list[Any]:
+    """Values to trace `body` with: new ones for the op's own inputs, then `shared`.
+
+    Args:
+        needs_grad: whether a gradient flows into the op.  If so, a gradient may flow
+            into a value that goes round a loop, even if the first value takes none.
+
+    Raises:
+        CaptureError: nothing is known of an input.
+    """
+    given = [n for n in body.graph.nodes if n.op == "placeholder"]
+    own = given[: len(given) - len(shared)]
+    return [*(_own_input(node, mode, needs_grad) for node in own), *shared]
+
+
+def _own_input(node: fx.Node, mode: compat.FakeTensorMode, needs_grad: bool) -> Any:
+    value = node.meta.get("example_value", node.meta.get("val"))
+    if value is None:
+        raise CaptureError(f"nothing is recorded of its input {node.name}")
+    if not isinstance(value, torch.Tensor):
+        return value
+    with mode:
+        fresh = compat.like(value, symbolic=True)
+    floats = value.is_floating_point() or value.is_complex()
+    return fresh.requires_grad_(needs_grad and floats)
+
+
+def written_input(lowered: fx.GraphModule) -> str | None:
+    """The name of an input that ATen graph `lowered` writes to; None if there is none.
+
+    If such an input were cast, the write would reach the cast and not the input.
+    """
+    given: dict[int, str] = {}
+    for node in lowered.graph.nodes:
+        value = node.meta.get("val")
+        if node.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor):
+            given[compat.storage_id(value)] = node.name
+        for written in _written(node):
+            tensor = written.meta.get("val")
+            if isinstance(tensor, torch.Tensor) and compat.storage_id(tensor) in given:
+                return given[compat.storage_id(tensor)]
+    return None
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    if not isinstance(node.target, compat.OpOverload):
+        return []
+    names = [a.name for a in compat.schema(node.target).arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    trains = given.get("training", given.get("use_input_stats", True))
+    if base_name(node.target) in HIDDEN_WRITES and trains is False:
+        return []  # the op writes running statistics only in training
+    found: list[fx.Node] = []
+    for name in mutated_arguments(node.target):
+        fx.map_arg(given.get(name), found.append)
+    return found

@@ -1,0 +1,1 @@
+"""Speeds of this machine, measured once, from which ops are priced."""

@@ -1,0 +1,332 @@
+"""The speeds by which ops are priced: measured on this machine, or a table's.
+
+Speeds are measured once for a device, a number of threads and a version of torch, and
+kept on disk.  Of several ranks the first measures, and the others take its figures, so
+that all place ops alike.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from autoamp import compat
+from autoamp.dtypes import HIGH_DTYPE, short_name
+from autoamp.messages import advice, log_once
+from autoamp.passes.decide.devices import Curve, Device, Rates, device_of, is_here
+from autoamp.passes.speeds.clock import described, device_name, seconds_of
+from autoamp.passes.speeds.probes import ROWS, SIZES, probes, work_of
+from autoamp.passes.speeds.store import Store
+from autoamp.printable import printable_line
+
+logger = logging.getLogger(__name__)
+
+Times = Mapping[str, float]
+"""The name of a probe to the nanoseconds of one call."""
+
+SWITCH = "AUTOAMP_CALIBRATE"
+"""The environment variable that switches measuring off."""
+
+OFF = ("0", "false", "off")
+
+SECONDS, _AT_LEISURE = 0.5, 10.0
+"""The time that a measurement may take, by itself and where a user has asked for it."""
+
+_FEWEST, _MOST = 3, 15
+"""Bounds on the rounds; the first one warms up."""
+
+_AGREE = 2.0
+"""The most that the second shortest reading of a probe takes, over the shortest.
+
+With this bound 20 of 20 measurements on an idle CPU counted, and none of 20 beside two
+processes that multiply matrices (benchmarks/results/calibration.md).
+"""
+
+_PATIENCE = 10.0
+"""Seconds that a rank waits for the figures of the first rank: longer than measuring
+takes, and than ranks are apart at their first calls as a rule."""
+
+STEPS = 4
+"""Steps of the grid of figures per doubling.
+
+Figures are rounded to powers of 2 ** (1 / STEPS), a grid of 19 %, since another
+measurement on the same machine gives figures that differ by several per cent
+(benchmarks/results/calibration.md).
+"""
+
+_LAYOUT_GAIN = 0.95
+"""The most time of a convolution with the channels last, over the usual layout's, for
+which copies of weights in another layout pay."""
+
+_LONGEST_NS = 1e9
+"""No probe takes a second: a longer time is no measurement."""
+
+_known: dict[tuple[str, torch.dtype, bool], Device] = {}
+_measuring = threading.Lock()
+
+
+class NoTimeError(Exception):
+    """The device is too slow, or too busy, to be measured in the time there is."""
+
+
+def device_for(device: torch.device, low: torch.dtype, *, calibrate: bool) -> Device:
+    """The speeds of `device`, of this machine, computing in `low`.
+
+    Args:
+        calibrate: whether the figures may be measured ones.
+    """
+    table = device_of(device, low)
+    if is_off() or not (calibrate and table.pays and is_here(device.type)):
+        return table
+    if compat.is_capturing(device):
+        return table
+    key = described(device), low, compat.are_several()
+    with _measuring:
+        if key not in _known:
+            find = _shared if compat.are_several() else _kept_or_measured
+            _known[key] = _device(find(device, low), device, low, table)
+    return _known[key]
+
+
+def measure_again(device: torch.device, low: torch.dtype) -> Device:
+    """Measures the speeds of a device anew, at leisure, and keeps them.
+
+    Raises:
+        OSError: the file that holds the speeds kept so far cannot be deleted.
+    """
+    with _measuring:
+        _store(device, low).path.unlink(missing_ok=True)
+        _known.clear()
+        found = _kept_or_measured(device, low, _AT_LEISURE)
+    return _device(found, device, low, device_of(device, low))
+
+
+def is_off() -> bool:
+    """Whether `AUTOAMP_CALIBRATE` switches measuring off."""
+    return os.environ.get(SWITCH, "").strip().lower() in OFF
+
+
+def _device(
+    found: Times | str, device: torch.device, low: torch.dtype, table: Device
+) -> Device:
+    """The device by the times that were found, or by a table for the reason found."""
+    if isinstance(found, str):
+        return replace(table, name=f"{table.name} by a table, as {found}")
+    return device_from(found, low, table, f"{_spoken(device)}, measured")
+
+
+def _spoken(device: torch.device) -> str:
+    """The device's name inside a sentence."""
+    return " ".join(device_name(device).split())
+
+
+def _store(device: torch.device, low: torch.dtype) -> Store:
+    """The times of all probes on a device, by the name of the low dtype."""
+    return Store(
+        f"speeds, {described(device)}",
+        lambda dtype, times: dtype == short_name(low) and is_sane(times, low, device),
+    )
+
+
+def is_sane(times: object, low: torch.dtype, device: torch.device) -> bool:
+    """Whether `times`, read from a file, may be the times of all probes."""
+    names = work_of(low, device.type).keys()
+    if not isinstance(times, dict) or times.keys() != names:
+        return False
+    return all(
+        isinstance(ns, int | float)
+        and not isinstance(ns, bool)
+        and 1.0 <= ns <= _LONGEST_NS  # which no NaN is
+        for ns in times.values()
+    )
+
+
+def _kept_or_measured(
+    device: torch.device, low: torch.dtype, seconds: float = SECONDS
+) -> Times | str:
+    """The times kept on disk, or measured now; where there are none, the reason."""
+    store, dtype = _store(device, low), short_name(low)
+    if dtype in store.known:
+        return dict(store.known[dtype])
+    begun = time.perf_counter()
+    try:
+        times = measured(device, low, seconds)
+    except NoTimeError:
+        return _given_up(device, f"it was too busy to be measured in {seconds:g} s")
+    except Exception as error:  # noqa: BLE001 (a device that fails has a table)
+        problem = printable_line(f"{type(error).__name__}: {error}", 200)
+        return _given_up(device, f"measuring failed ({problem})")
+    store.add({dtype: {name: round(ns) for name, ns in times.items()}})
+    logger.info(
+        "autoamp: measured the speeds of %s in %.1f s, once: they are kept in %s "
+        "(%s takes the figures of a table)",
+        _spoken(device),
+        time.perf_counter() - begun,
+        store.path,
+        advice("calibrate", False, by_variables=True),
+    )
+    return dict(store.known[dtype])
+
+
+def _given_up(device: torch.device, why: str) -> str:
+    text = f"autoamp: the speeds of {_spoken(device)} are those of a table: {why}"
+    log_once(logger, logging.INFO, text)
+    return why
+
+
+# -- several ranks ---------------------------------------------------------------------
+
+
+def _shared(device: torch.device, low: torch.dtype) -> Times | str:
+    """The times of the first rank, or of the rank that was first to have some."""
+    store = compat.default_store()
+    if store is None:
+        return "ranks cannot tell each other their speeds"
+    key = f"autoamp/speeds/{device.type}/{short_name(low)}"
+    try:
+        if torch.distributed.get_rank() == 0 or not _is_set(store, key):
+            said = json.dumps(_kept_or_measured(device, low))
+            if store.add(f"{key}/turns", 1) == 1:
+                store.set(key, said)
+        store.wait([key], timedelta(seconds=_PATIENCE))
+        found = json.loads(store.get(key))
+    except Exception as error:  # noqa: BLE001 (a rank that is alone has a table)
+        problem = printable_line(f"{type(error).__name__}: {error}", 200)
+        return _given_up(device, f"the ranks cannot tell each other ({problem})")
+    if is_sane(found, low, device):
+        return dict(found)
+    return found if isinstance(found, str) else "the first rank has no figures"
+
+
+def _is_set(store: Any, key: str) -> bool:
+    """Whether the first rank sets a key in time."""
+    until = time.monotonic() + min(_PATIENCE, store.timeout.total_seconds() / 2)
+    while time.monotonic() < until:
+        if store.check([key]):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+# -- from probes to figures ------------------------------------------------------------
+
+
+def measured(
+    device: torch.device, low: torch.dtype, seconds: float = SECONDS
+) -> dict[str, float]:
+    """The nanoseconds of one call of each probe.
+
+    The probes take turns, so that a disturbance spoils one reading of many probes and
+    not all readings of one.  The least reading is taken, as in `least_seconds`, if
+    another reading agrees with it.
+
+    Raises:
+        NoTimeError: three rounds take longer than `seconds`, or their readings differ.
+        Exception: the device fails.
+    """
+    begun = time.perf_counter()
+    readings: dict[str, list[float]] = defaultdict(list)
+    with compat.on_real_numbers():
+        every = probes(device, low)
+        for number in range(1, _MOST + 1):
+            started = time.perf_counter()
+            for probe in every:
+                reading = 1e9 * seconds_of(probe.call, device, probe.times)
+                readings[probe.name].append(reading)
+                if number < _FEWEST and time.perf_counter() - begun > seconds:
+                    raise NoTimeError
+            now = time.perf_counter()
+            if number >= _FEWEST and 2 * now - started - begun > seconds:
+                break
+    for each in readings.values():
+        least, second = [*sorted(each), *each][:2]
+        if second > _AGREE * least:
+            raise NoTimeError
+    return {name: min(each) for name, each in readings.items()}
+
+
+def device_from(times: Times, low: torch.dtype, table: Device, name: str) -> Device:
+    """The device that `times` describe.
+
+    Args:
+        times: the times of all probes.
+        table: the device by the table, which tells all that is no time.
+        name: the name of the device in reports.
+    """
+    launch = _rounded(times["start of an op"])
+    work = work_of(low, table.type)
+    high_rates, low_rates = (
+        _rates(times, work, dtype, launch) for dtype in (HIGH_DTYPE, low)
+    )
+    last, usual = (
+        times[f"{short_name(low)} convolution{layout}"]
+        for layout in (", channels last", "")
+    )
+    return replace(
+        table,
+        name=name,
+        bytes_per_ns=_rounded(work["stream"] / times["stream"]),
+        launch_ns=launch,
+        high_flops_per_ns=high_rates.products[-1][1],
+        low_flops_per_ns=low_rates.products[-1][1],
+        tf32_flops_per_ns=0.0,  # the fp32 products were timed as torch computes them
+        channels_last=table.channels_last and last < _LAYOUT_GAIN * usual,
+        high=high_rates,
+        low=low_rates,
+        casts=_by_size(times, work, "cast", launch),
+    )
+
+
+def _rates(
+    times: Times, work: Mapping[str, int], dtype: torch.dtype, launch: float
+) -> Rates:
+    name = short_name(dtype)
+    start = _beyond(times[f"{name} start of a product"], launch)
+
+    def rate(probe: str, fixed: float = 0.0) -> float:
+        probe = f"{name} {probe}"
+        return _rounded(work[probe] / _beyond(times[probe], fixed))
+
+    return Rates(
+        products=tuple(
+            (float(rows), rate(f"product of {rows} rows", launch + start))
+            for rows in ROWS
+        ),
+        convolution=max(rate("convolution"), rate("convolution, channels last")),
+        channelwise=rate("convolution of each channel"),
+        batched=rate("batched product"),
+        light=_by_size(times, work, f"{name} light op", launch),
+        heavy=_by_size(times, work, f"{name} heavy op", launch),
+        start_ns=_rounded(start),
+    )
+
+
+def _by_size(times: Times, work: Mapping[str, int], op: str, launch: float) -> Curve:
+    """Bytes moved to GB/s."""
+    names = [f"{op} of {size} numbers" for size in SIZES]
+    return tuple(
+        (float(work[name]), _rounded(work[name] / _beyond(times[name], launch)))
+        for name in names
+    )
+
+
+def _beyond(spent: float, fixed: float) -> float:
+    """`spent` without a fixed cost, of which it may hold less than the fixed cost."""
+    return max(spent - fixed, 0.1 * spent)
+
+
+def _rounded(figure: float) -> float:
+    """The nearest power of 2 ** (1 / STEPS), to four digits."""
+    nearest = 2.0 ** (round(math.log2(figure) * STEPS) / STEPS)
+    return float(f"{nearest:.4g}")

@@ -1,0 +1,296 @@
+"""Scales gradients as they enter a graph at its edge, unscales them as they leave it.
+
+Before, with `weight` a parameter and `x` an input that needs no gradient:
+
+    weight_use = low_weight(weight, weight_copy)
+    y = linear(x, weight_use);  return y
+
+after, with three more inputs:
+
+    weight_use = low_weight_unscaled(weight, weight_copy, inv_loss_scale, found_inf)
+    y = linear(x, weight_use);  y_scaled = scale_grad(y, loss_scale);  return y_scaled
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.dtypes import LOW_DTYPES
+from autoamp.passes.functions import (
+    low_weight,
+    low_weight_unscaled,
+    scale_grad,
+    scaled_result,
+    unscale_grad,
+    unscale_grad_,
+    unscale_half,
+)
+from autoamp.passes.record import Edge, Rewritten
+from autoamp.passes.write.copied import copied
+from autoamp.passes.write.emitted import CAST_KIND
+from autoamp.passes.write.gradient_flow import (
+    GraphFlow,
+    check_memory,
+    find_outside,
+    is_written,
+    true_values,
+)
+
+SHARED = "autoamp_shared"
+"""In the `meta` of a `scale_grad` node: whether several results share its memory."""
+
+
+@dataclass
+class _Inputs:
+    """The extra inputs for one device."""
+
+    loss_scale: fx.Node
+    inv_loss_scale: fx.Node
+    found_inf: fx.Node
+
+
+def scale_edge(gm: fx.GraphModule, rewritten: Rewritten) -> tuple[fx.GraphModule, Edge]:
+    """A copy of `gm`, the graph made of `rewritten`, whose gradients are scaled.
+
+    Where no gradient enters or leaves the graph the copy is like the graph.  The copy
+    suits every call: an input that is a leaf of autograd's graph in one call may be a
+    computed tensor in the next.
+
+    Raises:
+        CaptureError: the graph writes to two inputs that share memory.
+    """
+    gm, _ = copied(gm)
+    flow = GraphFlow(gm, rewritten)
+    scaling = _Scaling(flow)
+    written = scaling.run()
+    if scaling.inputs:
+        gm.graph.lint()
+    positions = tuple(flow.given.index(node) for node in written)
+    given = enumerate(flow.given)
+    exits = tuple(i for i, node in given if flow.differentiable(node, node))
+    return gm, Edge(tuple(scaling.inputs), positions, exits)
+
+
+def scale_inputs(device: torch.device) -> list[torch.Tensor]:
+    """Values like those of the extra inputs for one device, in their order."""
+    one = torch.ones((), dtype=torch.float32, device=device)
+    return [one, one.clone(), compat.clear_flag(device)]
+
+
+class _Scaling:
+    """Edits one graph; `outside` holds the tensors beyond its edge (`find_outside`)."""
+
+    def __init__(self, flow: GraphFlow) -> None:
+        self.flow = flow
+        self.graph = flow.graph
+        self.order = flow.order
+        self.given = flow.given
+        self.names = flow.names
+        self.output = flow.output
+        self.first = next(n for n in self.graph.nodes if n.op != "placeholder")
+        self.inputs: dict[torch.device, _Inputs] = {}
+        self.outside: dict[fx.Node, list[fx.Node]] = {}
+        self.now: dict[fx.Node, fx.Node] = {}
+        self.true: set[fx.Node] = set()
+
+    def run(self) -> list[fx.Node]:
+        """Edits the graph; returns the inputs that the graph writes results to."""
+        written = [n for n in self.given if self.flow.written_with_grad(n)]
+        check_memory(self.flow, written)
+        self.outside = find_outside(self.flow, written)
+        beyond = sorted(self.outside, key=self.order.__getitem__)
+        roots = [node for node in beyond if not self.outside[node]]
+        # A tensor that is written to has a true gradient only after its last write.
+        every = [*self.outside, *self.given]
+        edges = {node for node in every if not is_written(self.flow, node)}
+        self.true = true_values(
+            self.graph, edges, self.flow.carries, self.flow.is_plain
+        )
+        for node in self.given:
+            if self.flow.differentiable(node, node):
+                self._unscale_out(node, node in written)
+        for value in sorted(self.true - self.outside.keys(), key=self.flow.at):
+            self._redirect(value, [u for u in value.users if self._flows_to(u)])
+        for root in roots:
+            if root not in self.true:
+                self._scale_in(root)
+        self._connect()
+        return written
+
+    def _unscale_out(self, node: fx.Node, written: bool) -> None:
+        """Unscales the gradient that leaves through input `node`."""
+        users = dict.fromkeys(u for n in self.names[node] for u in n.users)
+        readers = [u for u in users if self._inside(u, node)]
+        if written:
+            # A write bypasses an alias, so the history of `node` itself is extended.
+            extra = self._inputs_for(node)
+            args = (node, extra.inv_loss_scale, extra.found_inf)
+            with self.graph.inserting_before(self.first):
+                new = self.graph.call_function(unscale_grad_, args)
+            new.meta = dict(node.meta)
+            return
+        if node.meta["val"].dtype in LOW_DTYPES.values():
+            for use in readers:  # one alias per use: a leaf's gradients sum up in fp32
+                self._redirect(node, [use], by=unscale_half)
+            return
+        for use in readers:
+            if use.target is low_weight and use.args[0] is node:
+                extra = self._inputs_for(node)
+                use.target = low_weight_unscaled
+                use.args = (*use.args, extra.inv_loss_scale, extra.found_inf)
+        others = [u for u in readers if u.target is not low_weight_unscaled]
+        writes = self.flow.writes.get(self.flow.storage(node), {}).values()
+        for epoch in range(len(writes) + 1):
+            # A write removes the hook of any alias made before the write, so readers
+            # after each write get an alias of their own.
+            now = [
+                u for u in others if epoch == sum(w < self.flow.at(u) for w in writes)
+            ]
+            self._redirect(node, now, self.names[node])
+
+    def _scale_in(self, root: fx.Node) -> None:
+        """Scales the gradient that enters at `root`, after the last write to `root`."""
+        with self.graph.inserting_before(self._settled(root)):
+            if self._is_returned_cast(root):
+                (low,) = root.all_input_nodes
+                args = (low, self._inputs_for(root).loss_scale)
+                new = self.graph.call_function(scaled_result, args)
+                new.meta = dict(root.meta)
+                self.now[root] = new
+                return
+            own = root
+            if not (root.op == "placeholder" or self.flow.is_of_an_op(root)):
+                # A region may itself use a tensor that it returns, or return views.
+                own = self.graph.call_function(torch.ops.aten.clone.default, (root,))
+                own.meta = dict(root.meta)
+            new = self.graph.create_node(
+                "call_function",
+                scale_grad,
+                (own, self._inputs_for(root).loss_scale),
+                {},
+                f"{root.name}_scaled",
+            )
+        new.meta = {**root.meta, SHARED: self._is_shared(root)}
+        self.now[root] = new
+
+    def _is_returned_cast(self, root: fx.Node) -> bool:
+        """Whether `root` is an "up" cast, never written to, that one result shows."""
+        cast = root.meta.get(CAST_KIND) == "up" and self.flow.last_write(root) < 0
+        return cast and not self._is_shared(root)
+
+    def _is_shared(self, root: fx.Node) -> bool:
+        """Whether several results share the memory of `root`."""
+        count = 0
+        for node in dict.fromkeys(map(self.flow.tensor, self.flow.results())):
+            value = node
+            while self.outside.get(value):
+                value = self.flow.tensor(self.outside[value][0])
+            count += value is root
+        return count > 1
+
+    def _connect(self) -> None:
+        """Makes readers of an outside tensor read it as it is after its last write.
+
+        The gradient of a result is the caller's, a true gradient, whichever reader adds
+        to it: so a reader inside the graph reads an unscaled alias of the result.
+        Readers before the last write read the earlier value, not the result.
+        """
+        for value in sorted(self.outside, key=self.order.__getitem__):
+            if value not in self.now:
+                self._follow(value)
+            now, names = self.now[value], self.names[value]
+            if now.target is scaled_result:
+                value.replace_all_uses_with(now)
+                self.graph.erase_node(value)
+                names = [now]
+            for name in names:
+                self.output.replace_input_with(name, now)
+            if not isinstance(value.meta.get("val"), torch.Tensor):
+                continue
+            last = self.flow.last_write(value)
+            readers = {u: None for n in names for u in n.users}
+            late = [u for u in readers if self.order.get(u, -1) > last]
+            inner = [u for u in late if self._inside(u, value)]
+            self._redirect(now, inner, [now, *names])
+
+    def _follow(self, view: fx.Node) -> None:
+        """Makes `view` show its sources after their last write, by a copy if needed."""
+        self.now[view] = view
+        now = {n: self.now.get(self.flow.tensor(n), n) for n in self.outside[view]}
+        if all(n is source for source, n in now.items()):
+            return
+        if self.order[view] > self.flow.last_write(view):
+            for source, n in now.items():
+                view.replace_input_with(source, n)
+            return
+        with self.graph.inserting_before(self._settled(view)):
+            self.now[view] = self.graph.node_copy(view, lambda n: now.get(n, n))
+
+    def _settled(self, value: fx.Node) -> fx.Node:
+        """The first node after all writes to `value` where grad mode is on."""
+        last = max(self.flow.last_write(value), self.order[value])
+        for node, at in self.order.items():
+            if at > last and node.op != "placeholder" and self.flow.recording[node]:
+                return node
+        return self.output
+
+    def _redirect(
+        self,
+        value: fx.Node,
+        readers: Sequence[fx.Node],
+        names: Sequence[fx.Node] | None = None,
+        by: Callable[..., Any] = unscale_grad,
+    ) -> None:
+        """Makes `readers` of `value`, by any of its `names`, read an unscaled alias."""
+        if not readers:
+            return
+        extra = self._inputs_for(value)
+        with self.graph.inserting_before(min(readers, key=self.flow.at)):
+            alias = self.graph.create_node(
+                "call_function",
+                by,
+                (value, extra.inv_loss_scale, extra.found_inf),
+                {},
+                f"{value.name}_unscaled",
+            )
+        alias.meta = dict(value.meta)
+        for reader in readers:
+            for name in names or (value,):
+                reader.replace_input_with(name, alias)
+
+    def _inputs_for(self, value: fx.Node) -> _Inputs:
+        """The extra inputs for the device `value` is on, made when first needed."""
+        val = value.meta["val"]
+        if val.device not in self.inputs:
+            last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+            made = []
+            for name in ("loss_scale", "inv_loss_scale", "found_inf"):
+                with self.graph.inserting_after(last):
+                    last = self.graph.placeholder(name)
+                with val.fake_mode:
+                    shape = (1,) if name == "found_inf" else ()
+                    last.meta["val"] = torch.empty(
+                        shape, dtype=torch.float32, device=val.device
+                    )
+                made.append(last)
+            self.inputs[val.device] = _Inputs(*made)
+        return self.inputs[val.device]
+
+    def _inside(self, user: fx.Node, value: fx.Node) -> bool:
+        """Whether `user` reads `value` inside the graph, and a gradient flows back."""
+        sources = map(self.flow.tensor, self.outside.get(user, ()))
+        return value not in sources and self._flows_to(user)
+
+    def _flows_to(self, user: fx.Node) -> bool:
+        """Whether `user` takes a scaled gradient; casts and uses we made always do."""
+        if user.op == "output" or user.target in (scale_grad, scaled_result):
+            return False
+        if user in self.true:
+            return False  # its gradient is a true one
+        return self.flow.carries(user)

@@ -1,1 +1,0 @@
-"""The list of passes, and the code that runs and checks them."""

@@ -1,1 +1,0 @@
-"""From verdicts and prices to an assignment.  Nothing here changes a graph."""

@@ -1,0 +1,410 @@
+"""What a report makes of its figures: the gains, why they are so, and advice.
+
+`print(report)` and the page take names, units and rounding of the figures from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import fx
+
+from autoamp.messages import advice
+from autoamp.passes.decide.pins import kept_by
+from autoamp.passes.functions import laid_out
+from autoamp.passes.op_rows import OpRow
+from autoamp.passes.rows import Section
+from autoamp.passes.write.layouts import LAST
+from autoamp.report.casts import compiled_text, counts_text
+from autoamp.report.figures import (
+    MULTIPLE,
+    SECONDS,
+    Document,
+    Headline,
+    LossScaleReport,
+    Misfit,
+    Prediction,
+    WeightRow,
+)
+from autoamp.report.why import remedy_for
+from autoamp.words import (
+    CANNOT_PAY,
+    bytes_text,
+    counted,
+    not_captured,
+    one_name,
+    op_title,
+    seconds_text,
+)
+
+# -- what runs low, and the gain -------------------------------------------------------
+
+WAYS = ("fp32", "torch.autocast*", "autoamp")
+"""The columns of the table of gains; the footnote explains the star."""
+
+FOOTNOTE = (
+    "* the same graphs as torch.autocast would place them: predicted, not measured."
+)
+
+ERROR = (
+    "The error of rounding is not predicted: autoamp.compare(model, x) measures it "
+    "beside fp32 and torch.autocast."
+)
+
+
+def gains_of(found: Headline, low: str) -> tuple[str, list[tuple[str, ...]], str]:
+    """The title of the table of gains, its rows, and the sentence below it.
+
+    A row is a name, and a figure for each of `WAYS`.
+    """
+    source = f" (predicted for {found.device})" if found.device else ""
+    rows: list[tuple[str, ...]] = []
+    times = (found.seconds_fp32, found.seconds_autocast, found.seconds)
+    if found.seconds is not None:
+        work = "time of forward and backward" if found.trains else "time of a forward"
+        rows.append((work, *(seconds_text(each or 0.0) for each in times)))
+    if found.trains:
+        sizes = (found.kept_fp32, found.kept_autocast, found.kept)
+        rows.append(("values kept for the backward", *map(bytes_text, sizes)))
+    if found.speed_up is not None:
+        sentence = (
+            f"{found.speed_up:.2f} times as fast as fp32, "
+            f"{found.speed_up_over_autocast:.2f} times as fast as torch.autocast."
+        )
+    elif found.pays:
+        sentence = 'No time is predicted under objective="memory".'
+    else:
+        forced = advice("do_no_harm", False, by_variables=False)
+        sentence = (
+            f"No time is predicted: {low} is no faster than fp32 on this device, and "
+            f"runs only because of {forced}."
+        )
+    return f"What it should gain here{source}", rows, sentence
+
+
+def runs_low(report: Document, low: str) -> Iterator[str]:
+    """Sentences on low ops, casts, kernels, layouts and the captured graphs."""
+    found = report.headline
+    share = ""
+    if found.share_of_time_low:
+        share = f"; in fp32 they take {found.share_of_time_low:.0%} of the time"
+    ops = counted(found.float_ops, "float op")
+    yield f"{found.low_ops:,} of {ops} run in {low}{share}."
+    yield counts_text(report.cast_counts, low)
+    yield from compiled_text(report.sections)
+    yield from kernels_text(report.ops)
+    yield from layouts_text(report.graphs)
+    graphs = f"{counted(len(report.graphs), 'graph')} captured"
+    if report.explained_for:
+        yield f"{graphs}; nothing was converted: convert() would do this."
+    else:
+        yield f"{graphs}; rewritten graphs ran {counted(report.runs, 'time')}."
+
+
+def kernels_text(ops: Sequence[OpRow]) -> list[str]:
+    """A line on the chains that run as kernels; no line where there are none."""
+    fused = [row.kernel for row in ops if row.kernel]
+    if not fused:
+        return []
+    names = sorted(dict.fromkeys(fused), key=lambda name: -fused.count(name))
+    named = ", ".join(f"{name} ({fused.count(name):,})" for name in names)
+    calls = counted(sum(row.calls for row in ops if row.kernel), "op")
+    return [f"{calls} of the model run as {counted(len(fused), 'kernel')}: {named}."]
+
+
+def layouts_text(graphs: Sequence[fx.GraphModule]) -> list[str]:
+    """How many ops have their channels last; no line where no op has."""
+    nodes = [node for gm in graphs for node in gm.graph.nodes]
+    last = sum(LAST in n.meta and n.op == "call_function" for n in nodes)
+    if not last:
+        return []
+    changed = counted(sum(node.target is laid_out for node in nodes), "change")
+    run = "runs" if last == 1 else "run"
+    return [f"{counted(last, 'op')} {run} with channels last ({changed} of layout)."]
+
+
+# -- why the predicted speed-up is what it is ------------------------------------------
+
+LARGER = 8
+"""Where a larger batch would help, the speed-up is given at so many times the batch."""
+
+
+def because_of(report: Document) -> str:
+    """Why the predicted speed-up is what it is, and what would raise it most.
+
+    Up to four sentences; one sentence where no gain is predicted.
+    """
+    found, times = report.headline, report.prediction
+    if not found.float_ops:
+        return "No time is predicted, because no float op was captured."
+    if not found.pays:
+        return (
+            "No time is predicted, because low precision is no faster than fp32 on "
+            "this device."
+        )
+    if times is None:
+        return "No time is predicted, because the placement was chosen for memory."
+    if not found.low_ops:
+        return (
+            "The prediction is that of fp32, because every op stays in fp32: "
+            "report.stayed has the reasons."
+        )
+    low = (
+        f"Ops that run in low precision take {times.share_low:.0%} of the predicted "
+        f"fp32 time of {seconds_text(times.seconds(placed=False))}."
+    )
+    change = _change(times, report.misfits)
+    return " ".join([low, _parts(times), _largest(times), change])
+
+
+def _parts(times: Prediction) -> str:
+    """The parts of the fp32 time, the largest first, and of the time as placed."""
+    total, left = (times.seconds(placed=each) for each in (False, True))
+    before, after = (times.shares(placed=each) for each in (False, True))
+    words = {
+        "arithmetic": "the arithmetic of products",
+        "memory": "memory",
+        "launches": "starts of kernels",
+    }
+    names = sorted(words, key=lambda name: before[name], reverse=True)
+    waits = [
+        f"{words[n]} {seconds_text(before[n] * total)} ({before[n]:.0%})" for n in names
+    ]
+    now = [seconds_text(after[n] * left) for n in names]
+    casts = seconds_text(times.casts)
+    return (
+        f"In fp32 the time goes to {waits[0]}, {waits[1]} and {waits[2]}; as placed "
+        f"these take {now[0]}, {now[1]} and {now[2]}, and casts {casts}."
+    )
+
+
+def _largest(times: Prediction) -> str:
+    """The op that takes most, with its kernel's size and its module."""
+    op = max(times.ops, key=lambda op: op.high.nanoseconds)
+    share = op.high.nanoseconds * 1e-9 / times.seconds(placed=False)
+    row, flops = op.row, sum(each.row.flops for each in times.ops)
+    arithmetic = f" and {row.flops / flops:.0%} of the arithmetic" if row.flops else ""
+    name = op_title(row.op)
+    if op.kernel:
+        name = f"the convolution of {' x '.join(map(str, op.kernel))}"
+    if row.module:
+        name += f" in module {row.module}"
+    return f"The op that takes most is {name}: {share:.0%} of the time{arithmetic}."
+
+
+def _change(times: Prediction, misfits: Sequence[Misfit]) -> str:
+    """The change that would help most: it shortens the largest part of the time."""
+    parts = _left(times)
+    largest = max(parts, key=lambda name: parts[name])
+    size = (
+        f"{seconds_text(parts[largest])} of the "
+        f"{seconds_text(times.seconds(placed=True))} that are left"
+    )
+    match largest:
+        case "launches" | "weights":
+            why = "starts of kernels" if largest == "launches" else "reading weights"
+            now, then = (_speed_up(times, more) for more in (1, LARGER))
+            return (
+                f"A larger batch would help most, because {why} take {size}: at "
+                f"{LARGER} times the batch a speed-up of {then:.2f} is predicted, "
+                f"instead of {now:.2f}."
+            )
+        case "memory":
+            return (
+                'A compiler (backend="inductor"), which joins ops so that they move '
+                f"less data, would help most, because memory takes {size}."
+            )
+        case "stayed":
+            return (
+                "Dropping the rule or the option that keeps ops in fp32 would help "
+                f"most, because these ops take {size}: report.stayed has the reasons."
+            )
+        case "casts":
+            return (
+                f"Fewer casts would help most, because casts take {size}: "
+                "report.islands shows the fp32 ops that they surround."
+            )
+    worst, share = times.odd_product(misfits)
+    if worst is not None and share > 0.5:
+        where = f" of {worst.module}" if worst.module else ""
+        return (
+            f"Padding would help most, because arithmetic takes {size} and tensor "
+            f"cores work fastest on multiples of {MULTIPLE}: pad the size "
+            f"{worst.size:,}{where} to {worst.next:,}."
+        )
+    return (
+        f"Only less arithmetic would help much: low precision at its full speed takes "
+        f"{size}."
+    )
+
+
+def _left(times: Prediction) -> Mapping[str, float]:
+    """The parts of the time as placed, in seconds; fp32 ops are one part."""
+    left = dict.fromkeys(("launches", "arithmetic", "memory", "weights", "stayed"), 0.0)
+    for op in times.ops:
+        parts = op.placed
+        left["launches"] += parts.launch * 1e-9
+        rest = (parts.nanoseconds - parts.launch) * 1e-9
+        if not op.row.is_low:
+            left["stayed"] += rest
+        elif parts.arithmetic > parts.memory:
+            left["arithmetic"] += rest
+        else:
+            # A product at a small batch is bound by its weights, which no compiler
+            # can read less often.
+            left["weights" if op.by_weights > 0.5 else "memory"] += rest
+    return {**left, "casts": times.casts}
+
+
+def _speed_up(times: Prediction, batch: float) -> float:
+    """The speed-up at so many times the batch."""
+    after = times.seconds(placed=True, times=batch)
+    return times.seconds(placed=False, times=batch) / after
+
+
+# -- advice ----------------------------------------------------------------------------
+
+MOST = 2
+"""The most pieces of advice that one report gives."""
+
+LITTLE = 1.2
+"""Below this predicted speed-up the report says why the model gains so little."""
+
+WORTH = 0.05
+"""A change of options is proposed if it saves this share of the predicted time."""
+
+
+def advice_of(report: Document) -> tuple[str, ...]:
+    """At most `MOST` sentences; where nothing would help, one sentence that says so."""
+    if report.compute_dtype is None:
+        if any(CANNOT_PAY in why for _, why in report.skipped):
+            ask = 'autoamp.explain(model, x, device="cuda:sm_80")'
+            return (f"Nothing on this device. For a GPU: {ask}.",)
+        return ("Nothing, unless the reason above names an option.",)
+    found = tuple(_found(report))[:MOST]
+    return found or (
+        "Nothing to change. autoamp.compare(model, x) measures the error of rounding.",
+    )
+
+
+def _found(report: Document) -> Iterator[str]:
+    yield from _overflows(report.loss_scale)
+    if report.headline.low_ops and not report.headline.pays:
+        yield (
+            f"Leave out {advice('do_no_harm', False, by_variables=False)}: the model "
+            "then stays in fp32, which is faster on this device."
+        )
+    yield from _weights(report.weights)
+    yield from _calls(report)
+    yield from _own_options(report)
+    yield from _little(report)
+    yield from _sizes(report.misfits)
+
+
+def _overflows(state: LossScaleReport | None) -> Iterator[str]:
+    if state is None or state.foreign or not state.skipped_steps:
+        return
+    if state.growth_tracker == 0:
+        yield (
+            "The last step was skipped, because a gradient overflowed. If steps are "
+            "skipped again and again, autoamp.find_overflow(model, x) names the op and "
+            "the option that helps."
+        )
+
+
+def _weights(rows: Sequence[WeightRow]) -> Iterator[str]:
+    bad = [row.name for row in rows if not row.fits]
+    if bad:
+        names = ", ".join(bad[:2]) + (", ..." if len(bad) > 2 else "")
+        yield (
+            f"{counted(len(bad), 'weight')} ({names}) out of the range of "
+            f"{rows[0].dtype}: use {advice('precision', 'bf16', by_variables=False)}, "
+            f"or {advice('keep', ['PATH'], by_variables=False)} with their modules."
+        )
+
+
+def _calls(report: Document) -> Iterator[str]:
+    calls = report.coverage
+    if calls is not None and calls.calls_aside:
+        yield (
+            f"{calls.calls_aside:,} of {counted(calls.calls, 'call')} ran no rewritten "
+            "graph; report.skipped says why."
+        )
+    if report.unwatched:
+        yield (
+            f"{counted(report.unwatched, 'weight')} are copied at every call, because "
+            "other code may hold their memory. If no other code needs that memory: "
+            "p.data = p.data.clone()."
+        )
+    if calls is not None and report.runs > calls.calls - calls.calls_aside > 0:
+        yield (
+            "A call runs several graphs, because code between the graphs cannot be "
+            "captured; values between graphs are fp32. TORCH_LOGS=graph_breaks shows "
+            "the lines of that code."
+        )
+    if not_captured(report.skipped):
+        yield (
+            "The parts that were not captured run in fp32; report.skipped names their "
+            "lines and the reasons."
+        )
+
+
+def _own_options(report: Document) -> Iterator[str]:
+    """The gain of dropping an option that keeps the costliest ops in fp32."""
+    total = report.headline.seconds
+    for group in report.stayed:
+        row = group.rows[0]
+        if not total or (group.seconds or 0) < WORTH * total:
+            return
+        section = report.section_of(row)
+        if not is_users_choice(section, row):
+            continue
+        remedy = remedy_for(section.rewritten, row.name)
+        if remedy is None:
+            continue
+        saved = -remedy.extra * SECONDS
+        if saved >= WORTH * total:
+            yield (
+                f"{remedy.words[0].upper()}{remedy.words[1:]} would save "
+                f"{seconds_text(saved)} of {seconds_text(total)}, by prediction."
+            )
+            return
+
+
+def is_users_choice(section: Section, row: OpRow) -> bool:
+    """Whether `keep=` or another option of the user's holds an op in fp32."""
+    modules = section.rewritten.facts.nodes[row.name].modules
+    kept = kept_by(section.rewritten.options.keep, modules) is not None
+    return kept or row.origin.endswith("=")
+
+
+def _little(report: Document) -> Iterator[str]:
+    """Why the model gains little, if it gains little."""
+    found = report.headline
+    if found.speed_up is None or found.speed_up >= LITTLE or not found.seconds_fp32:
+        return
+    launches = (found.seconds_of_launches or 0.0) / found.seconds_fp32
+    limit = report.prediction.limit if report.prediction else LITTLE
+    if limit < LITTLE:
+        yield (
+            "No option helps: most of the time is in ops that must stay fp32, so the "
+            f"model cannot become more than {limit:.2f} times as fast as in fp32."
+        )
+    elif launches > 0.5:
+        yield (
+            f"The ops are too small to gain: starting them takes {launches:.0%} of the "
+            "predicted fp32 time. A larger batch would gain more."
+        )
+
+
+def _sizes(misfits: Sequence[Misfit]) -> Iterator[str]:
+    """A size to pad to a multiple; sizes up to `MULTIPLE` itself belong to inputs."""
+    each = next((misfit for misfit in misfits if misfit.size > MULTIPLE), None)
+    if each is not None:
+        same = [m.module or m.name for m in misfits if m.size == each.size]
+        kind = "modules" if len(set(same)) > 1 else "module"
+        where = f"{kind} {one_name(same)}" if each.module else one_name(same)
+        yield (
+            f"Pad the size {each.size:,} in {where} to {each.next:,} if you can: "
+            f"tensor cores work fastest on multiples of {MULTIPLE}."
+        )

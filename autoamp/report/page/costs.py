@@ -1,0 +1,212 @@
+"""What the page says of the other precision, for each op and for each module.
+
+For an exact cost the placement is solved again: for all ops of a graph of 3 000 nodes
+that would take minutes.  So the ops that move most bytes get the exact cost; every
+other op gets an upper bound, the cost of changing that op alone.
+
+An op has a `flip`, whose `kind` is "exact", "bound" (`extra` and `more_allow_in_fp32`
+are those of a change of this op alone, so that the least cost is no higher, rewards
+included), "never" (`why` is the reason) or "unknown" (the op cannot change alone, and
+the exact cost was not affordable).  It has a `root` where type promotion leaves it
+fp32: the node at the far end of the chain, a sentence on it, and the `chain` to the op.
+And it has a `remedy` where options were tried; its `words` are "" where none of those
+`tried` makes the op low.
+
+A box has the cost of its ops in `fp32` and as `placed`, with the casts before them; and
+what it would cost to `keep` all its ops in fp32, or to `lower` those that may be low;
+null where no op would change.  `extra` is null where `why` forbids it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autoamp.passes.decide.ceiling import promotes_to_low, root_of
+from autoamp.passes.decide.verdict import CEILING
+from autoamp.passes.op_rows import FP32, OpRow
+from autoamp.passes.rows import Section
+from autoamp.report.page.drawing import Box
+from autoamp.report.why import (
+    Flip,
+    Flips,
+    FlipsAlone,
+    candidates,
+    cast_cost,
+    remedy_for,
+    risk_of,
+    root_text,
+)
+
+MOST_WORK = 100_000
+"""The limit on the placements solved for one page, times the nodes of the graphs.
+
+One node of one placement takes about 11 microseconds, so the limit is about a second;
+the costs of modules take as much again.
+"""
+
+MOST_TRIES = 3_000
+"""The limit on runs of the pass for one page, times the nodes of the graphs.
+
+One run takes about a millisecond for each node, so the limit is about 3 seconds.
+"""
+
+
+def changes_of(
+    section: Section, index: Mapping[str, int], solver: Flips, work: int
+) -> dict[str, dict[str, Any]]:
+    """What would change each op: its `flip`, `root` and `remedy`.
+
+    Args:
+        index: the place of each node on the page.
+        work: the nodes of all graphs that the page shows, times their number.
+    """
+    free = [row for row in section.ops if not row.pinned]
+    first = sorted(free, key=lambda row: -row.bytes)[: MOST_WORK // work]
+    exact = {row.name for row in first}
+    alone = FlipsAlone(section.rewritten)
+    roots, remedies = _roots(section, index), _remedies(section, MOST_TRIES // work)
+    found = {}
+    for row in section.ops:
+        name = row.name
+        made = row.pinned or (solver.of(name) if name in exact else alone.of(name))
+        flip = {"to": FP32 if row.is_low else section.low, **_flip(section, made)}
+        found[name] = {
+            "flip": flip,
+            "root": roots.get(name),
+            "remedy": remedies.get(name),
+        }
+    return found
+
+
+def _flip(
+    section: Section, found: Flip | tuple[int, int] | str | None
+) -> dict[str, Any]:
+    if found is None:
+        return {"kind": "unknown"}
+    if isinstance(found, str):
+        return {"kind": "never", "why": found}
+    if isinstance(found, tuple):
+        return {"kind": "bound", "extra": found[0], "more_allow_in_fp32": found[1]}
+    dtypes = {"up": FP32, "down": section.low}
+    return {
+        "kind": "exact",
+        "extra": found.extra,
+        "more_allow_in_fp32": found.more_in_fp32,
+        "appear": [[value, dtypes[way]] for value, way in found.appear],
+        "vanish": [[value, dtypes[way]] for value, way in found.vanish],
+        "along": list(found.along),
+    }
+
+
+def _roots(section: Section, index: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    classified = section.rewritten.classified
+    low = promotes_to_low(classified)
+    found: dict[str, dict[str, Any]] = {}
+    for row in section.ops:
+        if row.is_low or classified.verdicts[row.name].origin != CEILING:
+            continue
+        root = root_of(row.name, classified, low)
+        # A weight has no precision to be chosen, so the op that reads it is the root.
+        is_value = root.source in classified.facts.constants
+        first = root.reader if is_value else root.source
+        chain = [first, *root.path, row.name]
+        found[row.name] = {
+            "node": index[first],
+            "said": root_text(section, root),
+            "chain": [index[name] for name in dict.fromkeys(chain)],
+        }
+    return found
+
+
+def _remedies(section: Section, most: int) -> dict[str, dict[str, Any]]:
+    """Each op in fp32 to the option that would lower it, by at most `most` pass runs.
+
+    The op of each kind that takes most time is tried first.  An option that also lowers
+    other ops of the same kind is their remedy too.
+    """
+    rewritten = section.rewritten
+    found: dict[str, dict[str, Any]] = {}
+    high = [row for row in section.ops if not row.is_low]
+    high.sort(key=lambda row: -row.cost_fp32)
+    firsts = {_kind(row): row for row in reversed(high)}
+    for row in sorted(high, key=lambda row: firsts[_kind(row)] is not row):
+        if row.name in found:
+            continue
+        tries = [*candidates(rewritten, row.name)]
+        if len(tries) > most:
+            continue
+        most -= len(tries)
+        remedy = remedy_for(rewritten, row.name)
+        if remedy is None:
+            tried = [" and ".join(words) for _, words in tries]
+            found[row.name] = {"words": "", "tried": tried}
+            continue
+        along = set(remedy.along)
+        alike = [r.name for r in high if r.name in along and _kind(r) == _kind(row)]
+        for name in (row.name, *alike):
+            entry = {
+                "words": remedy.words,
+                "extra": remedy.extra,
+                "along": len(remedy.along),
+                "risk": risk_of(rewritten.classified.verdicts[name]),
+            }
+            found.setdefault(name, entry)
+    return found
+
+
+def _kind(row: OpRow) -> tuple[str, str, str]:
+    return row.op, row.category, row.origin
+
+
+def costs_of_boxes(
+    section: Section,
+    boxes: Sequence[Box],
+    box_of: Mapping[str, int],
+    solver: Flips,
+    work: int,
+) -> list[dict[str, Any]]:
+    """The costs of each box; the first ones, the outermost, as far as affordable."""
+    most = MOST_WORK // work
+    fp32, placed = [0] * len(boxes), [0] * len(boxes)
+    members: list[list[OpRow]] = [[] for _ in boxes]
+    for row in section.ops:
+        box = box_of[row.name]
+        fp32[box] += row.cost_fp32
+        placed[box] += row.cost
+        members[box].append(row)
+    for box, cost in _casts(section, box_of):
+        placed[box] += cost
+    for box in reversed(range(1, len(boxes))):  # children come after their parents
+        parent = boxes[box].parent
+        members[parent] += members[box]
+        fp32[parent] += fp32[box]
+        placed[parent] += placed[box]
+    found = []
+    for box, rows in enumerate(members):
+        entry: dict[str, Any] = {"fp32": fp32[box], "placed": placed[box]}
+        free = [row for row in rows if not row.pinned]
+        for key, low in (("keep", False), ("lower", True)):
+            changed, entry[key] = sum(row.is_low != low for row in free), None
+            if changed and most > 0:
+                most -= 1
+                change = solver.of_all([row.name for row in free], low=low)
+                why = change if isinstance(change, str) else ""
+                extra = None if isinstance(change, str) else change.extra
+                entry[key] = {"ops": changed, "extra": extra, "why": why}
+        found.append(entry)
+    return found
+
+
+def _casts(section: Section, box_of: Mapping[str, int]) -> list[tuple[int, int]]:
+    """The box of the first op that reads each cast, and the cost of the cast."""
+    assignment = section.rewritten.assignment
+    found = []
+    for group in assignment.problem.groups:
+        cost = cast_cost(group, assignment.low.__contains__)
+        if cost:
+            is_low = group.value in assignment.low
+            readers = [r for r in group.readers if (r in assignment.low) != is_low]
+            homes = [box_of[n] for n in (*readers, group.value) if n in box_of]
+            found.append((homes[0] if homes else 0, cost))
+    return found

@@ -1,0 +1,74 @@
+"""Makes the report of a conversion from its record."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import nn
+
+from autoamp.dtypes import NARROWEST
+from autoamp.printable import class_name
+from autoamp.report.figures import LossScaleReport, Range, coverage_of, ranges_of
+from autoamp.report.report import Report
+from autoamp.runtime.conversion import conversion_of
+from autoamp.runtime.record import Record
+from autoamp.training.scaling import ModelScaling
+
+
+def report_of(
+    record: Record, model: nn.Module | None = None, explained_for: str = ""
+) -> Report:
+    """The report so far on the conversion of a model or of a compiled function.
+
+    Args:
+        model: the model, whose weights are compared with the range of fp16.
+        explained_for: the device that graphs were rewritten for without being run.
+    """
+    captured = [(g, g.rewritten) for g in record.graphs if g.rewritten is not None]
+    skipped = [(s.what, s.why) for s in record.skipped]
+    calls = record.calls, record.aside, record.in_part
+    runs = [(done, g.sizes or Counter({(): g.runs})) for g, done in captured]
+    ranges: dict[str, Range] = {}
+    if model is not None and record.low == NARROWEST:
+        ranges = ranges_of(dict(model.named_parameters(remove_duplicate=False)))
+    return Report(
+        label=record.label,
+        rewritten=[done for _, done in captured],
+        graphs=[g.gm for g, _ in captured],
+        skipped=skipped,
+        runs=record.runs,
+        unwatched=max((g.copies.unwatched for g, _ in captured if g.copies), default=0),
+        loss_scale=loss_scale_of(record.scaling),
+        coverage=coverage_of(calls, runs, skipped),
+        ranges=ranges,
+        explained_for=explained_for,
+    )
+
+
+def report_on(model: nn.Module) -> Report | None:
+    """The report on a model; None if `convert` was never called on it."""
+    state = conversion_of(model)
+    if state is None:
+        return None
+    if state.engine is not None:
+        return report_of(state.engine.record, model)
+    skipped = [(s.what, s.why) for s in state.skipped]
+    return Report(class_name(model), (), (), skipped)
+
+
+def loss_scale_of(scaling: ModelScaling) -> LossScaleReport | None:
+    """The state of a model's loss scaling, for the report.
+
+    None for a model without loss scaling, unless a step of it has been skipped.
+    """
+    if not scaling.enabled and not scaling.domain.loss_scale.skipped_steps:
+        return None
+    scale = scaling.domain.loss_scale
+    return LossScaleReport(
+        kind=class_name(scale),
+        scale=scale.scale,
+        growth_tracker=scale.growth_tracker,
+        skipped_steps=scale.skipped_steps,
+        skips=tuple(scaling.ledger.skips),
+        foreign=bool(scaling.ledger.foreign),
+    )

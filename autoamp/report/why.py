@@ -1,0 +1,525 @@
+"""Explains one node: its rule, its neighbours, and what would change it, at what cost.
+
+A change is the other precision, or the options under which the passes choose it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from autoamp.errors import OptionError
+from autoamp.messages import advice
+from autoamp.passes.decide.ceiling import Root, promotes_to_low, root_of
+from autoamp.passes.decide.mincut import Group, Network, Problem, Solution, solve
+from autoamp.passes.decide.pins import kept_by
+from autoamp.passes.decide.problem import contradiction_of, held, promised_casts
+from autoamp.passes.decide.verdict import CEILING, GAVE_UP, Verdict
+from autoamp.passes.op_rows import FP32, CastRow, OpRow
+from autoamp.passes.record import Rewritten
+from autoamp.passes.rows import Section, allow_in_fp32
+from autoamp.passes.rules import Category
+from autoamp.passes.run import placed_again
+from autoamp.passes.write.layouts import LAST
+from autoamp.words import amount, bytes_text, counted, shorten
+
+MEANINGS = {
+    "allow": "safe and worth it in low precision",
+    "deny": "dangerous in low precision",
+    "infer": "may be low where its operands are low",
+    "clear": "no arithmetic; follows its neighbours",
+}
+_SHOWN = 6
+
+
+def find_section(sections: Sequence[Section], graph: int | str) -> Section:
+    """The graph or body called `graph`.
+
+    Raises:
+        OptionError: the report has no such graph; the message lists the graphs it has.
+    """
+    for section in sections:
+        if section.key == str(graph):
+            return section
+    known = ", ".join(s.key for s in sections) or "none was captured"
+    raise OptionError(f"graph={graph!r}: the report has no such graph; it has: {known}")
+
+
+def explain(section: Section, name: str) -> str:
+    """Why node `name` has its precision.
+
+    Raises:
+        OptionError: the graph has no node of that name; the message lists close ones.
+    """
+    rows = {row.name: row for row in section.ops}
+    if name in rows:
+        return "\n".join(_op(section, rows, rows[name]))
+    for cast in section.casts:
+        if cast.name == name:
+            return _cast(section, cast)
+    if name not in section.rewritten.facts.nodes:
+        raise OptionError(_unknown(section, name, list(rows)))
+    maker = element_of(section, name)
+    told = f"\n{explain(section, maker)}" if maker else ""
+    return f"{name}: {undecided(section, name)}{told}"
+
+
+def _cast(section: Section, cast: CastRow) -> str:
+    output = section.rewritten.gm.graph.output_node().name
+    readers = ", ".join(r for r in cast.readers if r != output) or "the output"
+    article = "an" if cast.kind == "up" else "a"
+    kept = "" if cast.every_call else ", kept until the weight changes"
+    return (
+        f"{cast.name}: {article} {cast.kind} cast of {cast.value} to {cast.dtype} "
+        f"({bytes_text(cast.bytes)}{kept}), read by {readers}.\n"
+        f"The precision of the readers is its reason: try why({cast.value!r})."
+    )
+
+
+def undecided(section: Section, name: str) -> str:
+    """Why a node without a decision has its precision, as a predicate of the node."""
+    facts = section.rewritten.facts
+    if name in facts.constants:
+        makes_floats = facts.nodes[name].makes_floats
+        dtype = "in fp32" if makes_floats else "and holds no fp32 numbers"
+        return f"comes from outside the graph {dtype}; it is never changed."
+    maker = element_of(section, name)
+    if maker:
+        return f"is an element of {maker}, and has the precision of {maker}."
+    return "neither reads nor makes fp32 tensors, so it has no precision to choose."
+
+
+def element_of(section: Section, name: str) -> str:
+    """The node that makes the tuple of fp32 tensors that `name` is from, or ""."""
+    facts = section.rewritten.facts
+    is_float = facts.nodes[name].makes_floats
+    return facts.element_of.get(name, "") if is_float else ""
+
+
+def _op(section: Section, rows: dict[str, OpRow], row: OpRow) -> Iterator[str]:
+    yield f"{row.name} ({row.op}) of graph {section.key} runs in {row.precision}"
+    yield f"  category   {row.category}: {MEANINGS[row.category]}"
+    yield f"  rule       {row.rule} (from {shorten(row.origin)})"
+    why = f": {row.choice}" if row.choice else ", by that rule"
+    yield f"  decision   {row.precision}{why}"
+    if row.kernel:
+        calls = counted(row.calls, "op")
+        left = advice("unfused", [row.kernel], by_variables=False)
+        yield (
+            f"  stands for {calls} of the model, as one kernel ({left} keeps the "
+            "model's ops)"
+        )
+    if any(n.name == row.name and LAST in n.meta for n in section.gm.graph.nodes):
+        yield "  layout     channels last, in which 16-bit convolutions are faster"
+    if row.module:
+        yield f"  module     {row.module}"
+    if row.source:
+        yield f"  source     {shorten(row.source)}"
+    yield from _listed("  reads      ", _operands(section, rows, row.name))
+    yield from _listed("  read by    ", _readers(section, rows, row.name))
+    yield from _flipped(section, row)
+
+
+def _operands(section: Section, rows: dict[str, OpRow], name: str) -> list[str]:
+    facts = section.rewritten.facts
+    said = []
+    for operand, mode in section.rewritten.classified.reads(name):
+        maker = facts.producer(operand.value)
+        held = rows[maker].precision if maker in rows else FP32
+        wanted = FP32 if mode == "high" else rows[name].precision
+        as_it_comes = mode == "any"
+        if as_it_comes or held == wanted:
+            said.append(f"{operand.value} ({held})")
+        elif operand.value in facts.weights:
+            said.append(f"{operand.value} (weight, {wanted} copy)")
+        else:
+            said.append(f"{operand.value} ({held}, cast to {wanted})")
+    return said
+
+
+def _readers(section: Section, rows: dict[str, OpRow], name: str) -> list[str]:
+    facts = section.rewritten.facts
+    values = {v for v in facts.nodes if facts.element_of.get(v, v) == name}
+    said = [
+        f"{row.name} ({row.precision})"
+        for row in rows.values()
+        if any(o.value in values for o in facts.nodes[row.name].operands)
+    ]
+    return said + [f"the output ({FP32})"] * bool(values & facts.returned)
+
+
+def _listed(title: str, items: list[str]) -> Iterator[str]:
+    if items:
+        more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+        yield title + ", ".join(items[:_SHOWN]) + more
+
+
+def _flipped(section: Section, row: OpRow) -> Iterator[str]:
+    other = FP32 if row.is_low else section.low
+    change = row.pinned or Flips(section.rewritten).of(row.name)
+    if isinstance(change, str):
+        if row.is_low:
+            yield f"  in {other}    cannot: {change}"
+        else:
+            yield from _cannot(section, row, change)
+        return
+    yield f"  in {other}    {_price(section, change)}"
+    if not row.is_low:
+        remedy = remedy_for(section.rewritten, row.name)
+        if remedy is not None:
+            yield f"             by {remedy.words}: {_extra(section, remedy)}"
+    indent = " " * 13
+    appear, vanish = _casts(section, change.appear), _casts(section, change.vanish)
+    yield from _listed(f"{indent}casts that would appear: ", appear)
+    yield from _listed(f"{indent}casts that would vanish: ", vanish)
+    yield from _listed(f"{indent}would change with it: ", list(change.along))
+
+
+def _cannot(section: Section, row: OpRow, why: str) -> Iterator[str]:
+    """The options that would make an fp32 node low, or why none would; and the root."""
+    rewritten = section.rewritten
+    verdict = rewritten.classified.verdicts[row.name]
+    remedy = remedy_for(rewritten, row.name)
+    if remedy is None:
+        yield f"  in {section.low}    cannot: {why}"
+        tried = [" and ".join(w) for _, w in candidates(rewritten, row.name)]
+        yield from _listed("             tried in vain: ", tried)
+    else:
+        said = f"by {remedy.words}: {_extra(section, remedy)}"
+        risk = risk_of(verdict)
+        said += f"; {risk}" if risk else ""
+        yield f"  in {section.low}    {said}"
+        yield f"             otherwise not: {why}"
+        yield from _listed("             would change with it: ", list(remedy.along))
+    if verdict.origin == CEILING:
+        classified = rewritten.classified
+        root = root_of(row.name, classified, promotes_to_low(classified))
+        passed = [*_listed("; passed on by ", list(root.path))]
+        yield f"  root       {root_text(section, root)}{''.join(passed)}"
+
+
+def _extra(section: Section, change: Flip | Remedy) -> str:
+    in_bytes = section.rewritten.assignment.prices.in_bytes
+    kind = "bytes kept" if in_bytes else "predicted time"
+    return f"{amount(change.extra, in_bytes, signed=True)} {kind}"
+
+
+def risk_of(verdict: Verdict) -> str:
+    """The risk of an option that makes a node low, or ""."""
+    if verdict.origin == CEILING:
+        return "it rounds values that torch.autocast keeps in fp32"
+    if verdict.category is Category.DENY and not verdict.origin.endswith("="):
+        return "its rule says what is at risk"
+    return ""
+
+
+def root_text(section: Section, root: Root) -> str:
+    """Why the root of a chain of fp32 nodes is fp32."""
+    classified = section.rewritten.classified
+    facts = classified.facts
+    if root.source not in facts.constants:
+        verdict, fact = classified.verdicts[root.source], facts.nodes[root.source]
+        reason = "none of its operands is low"
+        if verdict.pinned:
+            reason = verdict.reason
+        elif fact.keeps_state:
+            reason = "its results are fp32 in any precision"
+        op = f" ({fact.base})" if fact.base else ""
+        return f"{root.source}{op} is fp32: {reason}"
+    what = "fp32 from outside the graph"
+    if root.source in facts.parameters:
+        what = "an fp32 parameter"
+    elif root.source in facts.weights:
+        what = "an fp32 buffer"
+    return f"{root.reader} reads {root.source}, {what}"
+
+
+def _price(section: Section, change: Flip) -> str:
+    text, low, more = _extra(section, change), section.low, change.more_in_fp32
+    if more > 0:
+        text += (
+            f", and {counted(more, 'more allow op')} in fp32 "
+            f"({advice('do_no_harm', False, by_variables=False)} puts allow ops in "
+            f"{low} at any price)"
+        )
+    elif more < 0:
+        text += f", and {counted(-more, 'more allow op')} in {low}"
+    return text
+
+
+def _casts(section: Section, casts: tuple[tuple[str, str], ...]) -> list[str]:
+    weights = section.rewritten.facts.weights
+    return [
+        f"{value} to {FP32 if way == 'up' else section.low}"
+        + (" (weight)" if value in weights else "")
+        for value, way in casts
+    ]
+
+
+def _unknown(section: Section, name: str, ops: list[str]) -> str:
+    names = [*section.rewritten.facts.nodes, *(c.name for c in section.casts)]
+    close = difflib.get_close_matches(name, names, n=5, cutoff=0.5)
+    if close:
+        return (
+            f"graph {section.key} has no node {name!r}; did you mean "
+            f"{', '.join(close)}?"
+        )
+    some = ", ".join(ops[:_SHOWN])
+    return (
+        f"graph {section.key} has no node {name!r}; its {len(ops)} float ops are in "
+        f"report.ops, the first: {some or 'none'}"
+    )
+
+
+# -- the other precision, and its cost -------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Flip:
+    """The best placement in which some nodes are forced into a precision.
+
+    Attributes:
+        extra: cost above the placement in force, without rewards.
+        more_in_fp32: how many more allow ops would be in fp32.
+        appear, vanish: casts that would be added or removed, as (value, "down" or
+            "up"), in graph order.
+        along: other nodes that would change precision too, in graph order.
+    """
+
+    extra: int
+    more_in_fp32: int
+    appear: tuple[tuple[str, str], ...]
+    vanish: tuple[tuple[str, str], ...]
+    along: tuple[str, ...]
+
+
+class Again:
+    """Many answers about one problem, each the same as a whole solution would be.
+
+    The total is submodular.  So if variables are held on the source side, the smallest
+    least source side only grows; if they are held on the sink side, it only shrinks.
+    The part that all answers share is contracted once, and each answer solves the small
+    rest.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        """Raises ContradictionError: the constraints of `problem` contradict."""
+        self._problem = problem
+        self._source = solve(problem).source
+
+    def held(self, names: Iterable[str], *, at_source: bool) -> Solution | None:
+        """The solution of least cost with variables held on one side; None if illegal.
+
+        Of several, it is the one with the smallest source side.
+        """
+        network = (self._above if at_source else self._below).copy()
+        weights = network.source if at_source else network.sink
+        for name in names:
+            if name in network.out:  # else the variable stands on that side already
+                weights[name] += network.never
+        return network.solution(self._problem.unary)
+
+    @cached_property
+    def _above(self) -> Network:
+        """The network of the variables on the sink side, which may leave it."""
+        network = Network(self._problem)
+        for name in self._problem.unary:
+            if name in self._source:
+                network.contract(name, to_source=True)
+        return network
+
+    @cached_property
+    def _below(self) -> Network:
+        """The network of the variables on the source side."""
+        network = Network(self._problem)
+        for name in self._problem.unary:
+            if name not in self._source:
+                network.contract(name, to_source=False)
+        return network
+
+
+class Flips:
+    """Solves the placement of one graph again; all flips share the solver's set-up."""
+
+    def __init__(self, rewritten: Rewritten) -> None:
+        self._rewritten = rewritten
+        assignment = rewritten.assignment
+        self._again = Again(assignment.problem)
+        self._casts = promised_casts(assignment.problem, assignment.low)
+        self._left = allow_in_fp32(rewritten, assignment.low)
+
+    def of(self, name: str) -> Flip | str:
+        """One node in its other precision, or why the constraints forbid that."""
+        return self.of_all((name,), low=name not in self._rewritten.assignment.low)
+
+    def of_all(self, names: Collection[str], *, low: bool) -> Flip | str:
+        """All nodes `names` in one precision, or the constraints that forbid it."""
+        assignment = self._rewritten.assignment
+        problem, prices = assignment.problem, assignment.prices
+        solution = self._again.held(names, at_source=low)
+        if solution is None:
+            error = contradiction_of(held(problem, names, low=low, why="asked for"))
+            chain = str(error).removeprefix("contradictory constraints: ")
+            # The last sentence is for authors of rules.
+            return chain.removesuffix(" Drop one of the two.")
+        placed = solution.source
+        extra = solution.cost - assignment.cost
+        more_left = allow_in_fp32(self._rewritten, placed) - self._left
+        after = promised_casts(problem, placed)
+        others = (assignment.low ^ placed).difference(names)
+        return Flip(
+            extra=extra - prices.reward * more_left,
+            more_in_fp32=more_left,
+            appear=tuple(c for c in after if c not in self._casts),
+            vanish=tuple(c for c in self._casts if c not in after),
+            along=tuple(n for n in assignment.decisions if n in others),
+        )
+
+
+class FlipsAlone:
+    """The cost of changing one op and nothing else, from the terms that name the op.
+
+    It is an upper bound on the cost of the flip (rewards included).
+    """
+
+    def __init__(self, rewritten: Rewritten) -> None:
+        assignment = rewritten.assignment
+        problem = assignment.problem
+        self._problem, self._low = problem, assignment.low
+        self._reward = assignment.prices.reward
+        self._verdicts = rewritten.classified.verdicts
+        self._groups: dict[str, list[Group]] = defaultdict(list)
+        for group in problem.groups:
+            for variable in dict.fromkeys((group.value, *group.readers)):
+                self._groups[variable].append(group)
+        self._tied = {v for a, b, _ in problem.ties if a != b for v in (a, b)}
+        self._follows: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        for reader, value, _ in problem.follows:
+            self._follows[reader].append((reader, value))
+            self._follows[value].append((reader, value))
+
+    def of(self, name: str) -> tuple[int, int] | None:
+        """The cost without rewards, and how many more allow ops would be in fp32.
+
+        None where the op cannot change alone.
+        """
+
+        def after(variable: str) -> bool:
+            return (variable in self._low) != (variable == name)
+
+        if name in self._tied or any(
+            after(reader) and not after(value) for reader, value in self._follows[name]
+        ):
+            return None
+        prices = self._problem.unary[name]
+        extra = prices[after(name)] - prices[name in self._low]
+        for group in self._groups[name]:
+            cost = cast_cost(group, after)
+            if cost is None:
+                return None
+            extra += cost - (cast_cost(group, self._low.__contains__) or 0)
+        more = 0
+        if self._verdicts[name].category is Category.ALLOW:
+            more = 1 if name in self._low else -1
+        return extra - self._reward * more, more
+
+
+def cast_cost(group: Group, is_low: Callable[[str], bool]) -> int | None:
+    """The cost of the cast that a labelling needs in a group; None if forbidden.
+
+    The source side of the problem is low (`passes/decide/problem.py`).
+    """
+    if is_low(group.value):
+        return group.to_sink if any(not is_low(r) for r in group.readers) else 0
+    return group.to_source if any(is_low(r) for r in group.readers) else 0
+
+
+# -- options ---------------------------------------------------------------------------
+
+_Change: TypeAlias = tuple[dict[str, Any], list[str]]
+"""Options to change, and the words for the change."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Options under which the passes make one node low, and their effect.
+
+    Attributes:
+        words: the options, written as the present options were: keywords or variables.
+        extra: the predicted cost above that of the present placement, without rewards.
+        along: other nodes that would change precision too, in graph order.
+    """
+
+    words: str
+    extra: int
+    along: tuple[str, ...]
+
+
+def remedy_for(rewritten: Rewritten, name: str) -> Remedy | None:
+    """The fewest options under which fp32 node `name` is low, tried; or None."""
+    verdicts = rewritten.classified.verdicts
+    given_up = {n: v.reason for n, v in verdicts.items() if v.origin == GAVE_UP}
+    for changes, words in candidates(rewritten, name):
+        try:
+            found = placed_again(
+                rewritten, rewritten.options.replace(**changes), given_up
+            )
+        except Exception:  # noqa: BLE001, S112  # options that fail are no remedy
+            continue
+        low = found.assignment.low
+        if name in low:
+            changed = (rewritten.assignment.low ^ low) - {name}
+            return Remedy(
+                words=" and ".join(words),
+                extra=_estimate(found) - _estimate(rewritten),
+                along=tuple(n for n in found.facts.nodes if n in changed),
+            )
+    return None
+
+
+def _estimate(rewritten: Rewritten) -> int:
+    """The predicted cost of a placement, without rewards."""
+    placed = rewritten.assignment
+    return placed.cost - placed.prices.reward * allow_in_fp32(rewritten, placed.low)
+
+
+def candidates(rewritten: Rewritten, name: str) -> Iterator[_Change]:
+    """Options to try, the fewest changes first; each with the words for it."""
+    options = rewritten.options
+    fact = rewritten.facts.nodes[name]
+    op = fact.base.removeprefix("aten::")
+    first: dict[str, Any] = {}  # user options that hold the op in fp32 come off first
+    said: list[str] = []
+    for option, dropped in (
+        ("keep", [k for k in options.keep if kept_by([k], fact.modules)]),
+        # A user may list an op with its namespace and its overload.
+        ("deny", [d for d in options.deny if _bare(d) == op]),
+    ):
+        if dropped:
+            given = getattr(options, option)
+            first[option] = tuple(each for each in given if each not in dropped)
+            said.append(f"leaving out {options.advice(option, dropped)}")
+    allow = [*options.allow, op]
+    named: _Change = {"allow": tuple(allow)}, [options.advice("allow", allow)]
+    forced: _Change = {"do_no_harm": False}, [options.advice("do_no_harm", False)]
+    allowed = rewritten.classified.verdicts[name].category is Category.ALLOW
+    can_allow = bool(op) and not allowed  # `allow=` cannot name a branch or a loop
+    steps: list[list[_Change]] = [[]] if first else []
+    steps += [[named]] * can_allow
+    if options.do_no_harm:
+        steps += [[forced]]
+        steps += [[named, forced]] * can_allow
+    for step in steps:
+        changes, words = dict(first), []
+        for change, text in step:
+            changes |= change
+            words += text
+        yield changes, words + said
+
+
+def _bare(listed: str) -> str:
+    return listed.rpartition("::")[2].partition(".")[0]

@@ -1,1 +1,0 @@
-"""Modules that apply an assignment, clean up and verify; none decides a precision."""

@@ -1,1 +1,0 @@
-"""Loss scaling at the edge of a graph."""

@@ -1,0 +1,1 @@
+"""A converted model: its calls, their capture, and the graphs that run."""

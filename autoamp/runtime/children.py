@@ -1,0 +1,285 @@
+"""Which modules a script calls by themselves, and how those of a model are captured.
+
+A script may call `model.body(x)`, and a method that no graph can hold (one that logs,
+calls `backward()`, or is private) calls modules too.  At its first call outside of the
+model's captured calls such a module is given a `forward` of ours, as the model was.  It
+runs under the model's engine, and so under the options, the record and the loss scale
+of the model, which is the root that the paths of modules begin at.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from autoamp import compat
+from autoamp.runtime.conversion import (
+    CONVERSIONS,
+    Conversion,
+    conversion_of,
+    inside_wrappers,
+    install,
+)
+from autoamp.runtime.eligible import parameters_of
+from autoamp.runtime.forward import computing_methods
+from autoamp.runtime.program import STATE, THREAD, inside_a_call, inside_captured_code
+from autoamp.training import foreign
+from autoamp_heat import is_no_model
+
+
+class Choice(NamedTuple):
+    """The decision on a module that was called from outside all other modules.
+
+    Attributes:
+        target: the module to convert, which is the called module or, for a wrapper, the
+            module inside; or None.
+        only_if_it_pays: whether the target is converted under do-no-harm even if the
+            options switch that off.
+        transparent: whether the module has no weights to convert, so that a decision is
+            made on each module that it calls.
+        final: whether the decision holds for later calls.
+        left_to: why the module is left to another library's engine, or "".
+        no_model: whether the module, and what it calls, runs in fp32 as it is no model.
+    """
+
+    target: nn.Module | None = None
+    only_if_it_pays: bool = False
+    transparent: bool = False
+    final: bool = True
+    left_to: str = ""
+    no_model: bool = False
+
+
+def choose(module: nn.Module) -> Choice:
+    """The decision on the outermost module that is being called."""
+    target = inside(module)
+    if is_no_model(target):
+        return Choice(no_model=True)
+    if isinstance(target, torch.jit.ScriptModule):
+        return Choice()
+    # A lone layer is not searched for: a script may call thousands of them.
+    alone = _is_lone_layer(target)
+    engine = foreign.left_to(target) or (not alone and foreign.left_to_outer(target))
+    if engine:
+        return Choice(left_to=engine)
+    if _replaces_itself(target):
+        return Choice(transparent=True, final=False)
+    parameters = parameters_of(target)
+    if any(is_lazy(p) for p in parameters):
+        return Choice(final=False)  # its first call makes its weights
+    if _is_asynchronous(target) or not any(p.is_floating_point() for p in parameters):
+        return Choice(transparent=True)  # a loss, a metric, a transform
+    if conversion_of(target) is not None:
+        return Choice()  # the model was converted, or declined, before
+    return Choice(target, only_if_it_pays=alone)
+
+
+def inside(module: nn.Module) -> nn.Module:
+    """The module inside all wrappers of `module`."""
+    # FSDP is looked up and not imported: without an import no model is sharded.
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    while True:
+        held: Any = compat.uncompiled(inside_wrappers(module))
+        if fsdp is not None and isinstance(held, fsdp.FullyShardedDataParallel):
+            held = held.module
+        if held is module or not isinstance(held, nn.Module):
+            return module
+        module = held
+
+
+_DEEPEST = 16
+"""How many frames are searched for the model whose method calls a module."""
+
+
+def caller_of(module: nn.Module) -> nn.Module | None:
+    """The model whose `forward`, or other method that computes, calls its `module`.
+
+    A script that calls `model.encode(x)` or `model.forward(x)` does not call the model
+    itself; the script called the outermost such model on Python's stack.
+    """
+    found = None
+    for frame, owner in _callers():
+        if isinstance(owner, nn.Module) and owner is not module:
+            name = frame.f_code.co_name
+            computes = name == "forward" or name in computing_methods(owner)
+            if computes and any(each is module for each in compat.modules_of(owner)):
+                found = owner
+    return found
+
+
+def is_aside(module: nn.Module) -> bool:
+    """Whether a metric calls its `module`, or a model that is still being made does.
+
+    What is measured is measured in fp32, and so is a table that a model's `__init__`
+    stores in a buffer, or the shape that it asks a part of its own for.
+    """
+    for frame, owner in _callers():
+        if owner is module:
+            continue
+        if is_no_model(owner):
+            return True
+        making = frame.f_code.co_name == "__init__" and isinstance(owner, nn.Module)
+        if making and any(each is module for each in compat.modules_of(owner)):
+            return True
+    return False
+
+
+def _callers() -> Iterator[tuple[types.FrameType, Any]]:
+    """The frames on Python's stack, each with the first argument of its function."""
+    frame: types.FrameType | None = sys._getframe(1)
+    for _ in range(_DEEPEST):
+        if frame is None:
+            return
+        code = frame.f_code
+        if code.co_argcount:
+            yield frame, frame.f_locals.get(code.co_varnames[0])
+        frame = frame.f_back
+
+
+def _is_asynchronous(module: nn.Module) -> bool:
+    """Whether a call of `module` only starts its work (a coroutine or generator).
+
+    A decision is made on each module that the work calls later.
+    """
+    forward = getattr(type(module), "forward", None)  # TorchScript has none
+    return (
+        inspect.iscoroutinefunction(forward)
+        or inspect.isgeneratorfunction(forward)
+        or inspect.isasyncgenfunction(forward)
+    )
+
+
+def _replaces_itself(module: nn.Module) -> bool:
+    """Whether the instance's `forward` puts another `forward` there when it runs.
+
+    Lightning sends `training_step` through DDP by such a `forward`.  A conversion would
+    be undone by the call itself, and the model's own `forward` is called inside.
+    """
+    forward = vars(module).get("forward")
+    if not isinstance(forward, types.FunctionType) or not forward.__closure__:
+        return False
+    # A look at the held values comes first, because few such functions hold a module.
+    held = [cell.cell_contents for cell in forward.__closure__ if _is_full(cell)]
+    return any(each is module for each in held) and any(
+        each.opname == "STORE_ATTR" and each.argval == "forward"
+        for each in dis.get_instructions(forward)
+    )
+
+
+def _is_full(cell: types.CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:  # the variable has no value yet
+        return False
+    return True
+
+
+def _is_lone_layer(module: nn.Module) -> bool:
+    """Whether `module` is one of torch's own layers.
+
+    A plain function or method calls such a layer, so that the layer has a graph of its
+    own, with fp32 inputs and outputs: its conversion seldom pays.
+    """
+    alone = len(compat.modules_of(module)) == 1
+    return alone and type(module).__module__.startswith("torch.nn.")
+
+
+_LOCK = threading.RLock()
+
+
+def watch(model: nn.Module) -> None:
+    """Has each module in a converted model captured once it is called by itself."""
+    state: Conversion = model.__dict__[STATE]
+    state.watch = _Watch(model, state)
+
+
+def left_alone(model: nn.Module) -> list[nn.Module]:
+    """Ends the watch over the modules in a model, or in a part of a model.
+
+    Returns:
+        Those of them that have been captured.
+    """
+    state: Conversion = model.__dict__[STATE]
+    root = model if state.root is None else state.root
+    of_root = root.__dict__.get(STATE)
+    inside = {id(m) for m in compat.modules_of(model)} - {id(model)}
+    if isinstance(of_root, Conversion) and of_root.watch is not None:
+        compat.end_watch(of_root.watch, None if model is root else inside)
+    found = [each.model for each in list(CONVERSIONS) if each.root is root]
+    parts = [each for each in found if each is not None]
+    return [each for each in parts if model is root or id(each) in inside]
+
+
+class _Watch:
+    """Hears of the calls of the modules in one converted model."""
+
+    def __init__(self, model: nn.Module, state: Conversion) -> None:
+        self._state = weakref.ref(state, lambda _: compat.end_watch(self))
+        inside = set(map(id, compat.modules_of(model))) - {id(model)}
+        compat.watch_calls(inside, id(model), self)
+
+    def over(self, copied: nn.Module) -> None:
+        """Has the modules in a copy of the model watched as well."""
+        watch(copied)
+
+    def __call__(self, module: nn.Module, is_off: bool) -> None:
+        """Captures `module`, which is about to be called, if its call is a whole.
+
+        Args:
+            is_off: whether Dynamo is switched off there.
+        """
+        state = self._state()
+        root = None if state is None else state.model
+        if state is None or root is None or state.call is None:
+            return
+        if THREAD.off:
+            state.call.engine.record.scaling.ledger.note_called()
+            return
+        # A region that a backward recomputes must run as in the forward.
+        if inside_captured_code(is_off=is_off) or compat.inside_backward():
+            return
+        if state.call.engine.record.scaling.automatic and not inside_a_call():
+            return  # the automatic mode sees this call itself
+        if compat.hides_calls() or compat.inside_jit_trace():
+            return
+        if is_aside(module) or _is_called_in_another(module, root):
+            return
+        choice = choose(module)
+        if choice.target is not None:
+            _capture(choice.target, state, root)
+        if choice.final:
+            compat.end_calls([id(module)], self)
+
+
+def _is_called_in_another(module: nn.Module, root: nn.Module) -> bool:
+    """Whether a model that is not converted shares `module` with `root`, and calls it.
+
+    A shallow copy of `root` is such a model.
+    """
+    caller = caller_of(module)
+    if caller is None or any(each is root for each in compat.modules_of(caller)):
+        return False
+    return all(each is not caller for each in compat.modules_of(root))
+
+
+def _capture(module: nn.Module, state: Conversion, root: nn.Module) -> None:
+    """Has the calls of `module`, if it is in `root`, run under the engine of `root`."""
+    named = compat.named_modules_of(root)
+    path = next((path for path, each in named if each is module), "")
+    with _LOCK:
+        if not path or state.call is None or STATE in module.__dict__:
+            return
+        child = install(module)
+        child.root = root
+        of_class = child.previous is None
+        child.call = state.call.of_child(path, type(module), of_class=of_class)

@@ -1,0 +1,253 @@
+"""Models and functions in compilations of the user's own.
+
+A Dynamo backend rewrites each graph and hands it to another backend.  It serves
+`torch.compile(model, backend="autoamp")`, and functions that a script compiles itself
+while the automatic mode is on.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from autoamp import compat
+from autoamp.messages import log_left_to_autocast
+from autoamp.runtime.eligible import choose_device_precision
+from autoamp.runtime.engine import Engine
+from autoamp.runtime.program import THREAD, inside_a_call
+from autoamp.runtime.record import Record, announce
+from autoamp.training.attach import new_scaling
+from autoamp.training.options import Options
+from autoamp.training.scale import resolve_loss_scale
+from autoamp.training.uncalled import expect_no_calls
+
+logger = logging.getLogger(__name__)
+
+
+class GraphBackend:
+    """The backend Dynamo calls with each graph of a function the user compiles.
+
+    Attributes:
+        options: the options of `convert`; `options.backend` compiles the result.
+        label: the compiled function's name, for messages.
+        engine: rewrites the graphs; None before the first graph, or where the function
+            stays in fp32.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        label: str = "a compiled function",
+        on_capture: Callable[[Engine], None] | None = None,
+    ) -> None:
+        """Args: `on_capture` is called with the engine after every capture."""
+        self.options = options
+        self.label = label
+        self.on_capture = on_capture
+        self.engine: Engine | None = None
+        self._asked = False
+        self._lock = threading.Lock()
+
+    def __call__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """The callable to run instead of `gm`."""
+        if updates_weights(gm):
+            logger.debug("autoamp: %s updates weights: it is not changed", self.label)
+            return compat.compile_with(self.options.backend, gm, example_inputs)
+        with self._lock:
+            if not self._asked:
+                self.engine, self._asked = self._made(example_inputs), True
+        own_autocast = compat.any_autocast()
+        if own_autocast and self.engine is not None:
+            log_left_to_autocast(logger, self.label, of=self)
+        if own_autocast or self.engine is None:
+            return compat.compile_with(self.options.backend, gm, example_inputs)
+        run = self.engine(gm, example_inputs)
+        announce(self.engine.record)
+        self.engine.tell()
+        return run
+
+    def _made(self, example_inputs: Sequence[Any]) -> Engine | None:
+        device = next(
+            (v.device for v in example_inputs if isinstance(v, torch.Tensor)),
+            torch.device("cpu"),
+        )
+        low, why_not = choose_device_precision(device, self.options)
+        if low is None:
+            logger.warning("autoamp: %s is left as it is: %s", self.label, why_not)
+            return None
+        scale = resolve_loss_scale(self.options.loss_scale, low)
+        scaling = new_scaling(self.options, scale, self.label, low=low)
+        record = Record(self.label, low, scaling)
+        return Engine(self.options, record, on_capture=self.on_capture)
+
+
+def is_ours(backend: Any) -> bool:
+    """Whether a backend of `torch.compile` rewrites the graphs it is given."""
+    return isinstance(backend, GraphBackend) or backend is autoamp_backend
+
+
+_BACKENDS: dict[Any, GraphBackend] = {}
+
+
+def autoamp_backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    **_: Any,
+) -> Callable[..., Any]:
+    """Rewrites a graph for `torch.compile(model, backend="autoamp", options={...})`.
+
+    Inductor compiles the result unless `options` name another backend.  Models that are
+    compiled with equal options share one loss scale.
+
+    Args:
+        options: keyword arguments of `convert`; "eager" as `backend` runs the rewritten
+            graph as it is.
+
+    Raises:
+        AutoampError: an option cannot be used.
+    """
+    given = {"backend": "inductor", **(options or {})}
+    chosen = Options().replace(**given)
+    try:
+        known = _BACKENDS.setdefault(chosen, GraphBackend(chosen))
+    except TypeError:  # an option has no hash, such as a loss scale of the user's
+        known = GraphBackend(chosen)
+    return known(gm, example_inputs)
+
+
+_WRITES = {
+    operator.setitem,
+    operator.iadd,
+    operator.isub,
+    operator.imul,
+    operator.itruediv,
+    operator.ipow,
+    operator.imatmul,
+}
+
+
+def updates_weights(gm: fx.GraphModule) -> bool:
+    """Whether a graph that is being captured updates weights.
+
+    A graph updates weights if it writes to a parameter, or if it is captured inside an
+    optimizer's step without gradients recorded.  (A closure that an optimizer calls
+    records gradients: it computes a loss.)
+    """
+    return _writes_to_weights(gm) or (
+        not torch.is_grad_enabled() and _in_a_step_of_an_optimizer()
+    )
+
+
+def _writes_to_weights(gm: fx.GraphModule) -> bool:
+    weights = {
+        compat.storage_id(value)
+        for node in gm.graph.nodes
+        if node.op in {"placeholder", "get_attr"}
+        and isinstance(value := _value(node), torch.Tensor)
+        and (isinstance(value, nn.Parameter) or (value.is_leaf and value.requires_grad))
+    }
+    return bool(weights) and any(
+        compat.storage_id(value) in weights
+        for node in gm.graph.nodes
+        for written in _written(node)
+        if isinstance(value := _value(written), torch.Tensor)
+    )
+
+
+def _written(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes whose values a call writes to."""
+    held: list[Any] = [node.kwargs.get("out")]
+    if isinstance(node.target, torch._ops.OpOverload):
+        arguments = compat.schema(node.target).arguments
+        for position, argument in enumerate(arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = node.args[position : position + 1]
+                held.append(given or node.kwargs.get(argument.name))
+    elif _writes_in_place(node):
+        held.append(node.args[:1] or node.kwargs.get("self"))
+    return (each for each in pytree.tree_leaves(held) if isinstance(each, fx.Node))
+
+
+def _writes_in_place(node: fx.Node) -> bool:
+    """Whether a call writes in place: `+=`, or a name that ends with `_` (`add_`)."""
+    if node.op == "call_function" and node.target in _WRITES:
+        return True
+    name = getattr(node.target, "__name__", node.target)  # of a method, the target
+    return isinstance(name, str) and name.endswith("_") and not name.endswith("__")
+
+
+def _value(node: fx.Node) -> Any:
+    """The stand-in that Dynamo has computed for a node's value, or None."""
+    return node.meta.get("example_value")
+
+
+def _in_a_step_of_an_optimizer() -> bool:
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(owner, torch.optim.Optimizer):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def traced_for_us() -> bool:
+    """Whether Dynamo traces for a converted model now, and not for the user.
+
+    True under `torch._dynamo.explain` too, with which users ask about the model's own
+    code.  The answer can be a constant, because only we call the code that we compile.
+    """
+    return inside_a_call() or THREAD.off > 0 or compat.is_asked_by_dynamo()
+
+
+USERS_BACKENDS: list[Callable[..., Any]] = []
+"""The backends of the user's own compilations in which a converted model was met."""
+
+
+ONE_GRAPH, RUNS_OUR_PASS = -1, -2
+"""Answers in place of a position in `USERS_BACKENDS`.
+
+`ONE_GRAPH`: the graph must not be broken.  `RUNS_OUR_PASS`: the backend runs our pass
+anyway.
+"""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def users_backend() -> int:
+    """The position in `USERS_BACKENDS` of the backend that Dynamo traces for now.
+
+    The answer may also be `ONE_GRAPH` or `RUNS_OUR_PASS`.
+    """
+    backend, may_break = compat.tracing_backend()
+    backend = compat.without_buckets(backend)
+    if is_ours(compat.unwrapped_backend(backend)):
+        expect_no_calls()
+        return RUNS_OUR_PASS
+    if backend is None or not may_break:
+        expect_no_calls()
+        logger.warning(
+            "autoamp: a converted model is called in a compilation with "
+            "fullgraph=True, and torch.autocast stands in for its rewritten graphs; "
+            'drop fullgraph=True, or use torch.compile(..., backend="autoamp")'
+        )
+        return ONE_GRAPH
+    for index, known in enumerate(USERS_BACKENDS):
+        if known is backend:
+            return index
+    USERS_BACKENDS.append(backend)
+    return len(USERS_BACKENDS) - 1

@@ -1,0 +1,376 @@
+"""What a converted model carries: our methods, and the state that they share.
+
+All of it stands in the instance's `__dict__`.  The class, the parameters and the
+`state_dict` are unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autoamp.printable import class_name
+from autoamp.runtime.engine import Engine
+from autoamp.runtime.entry import Entry
+from autoamp.runtime.forward import (
+    MADE_HERE,
+    computing_methods,
+    make_forward,
+    make_method,
+)
+from autoamp.runtime.program import STATE
+from autoamp.runtime.record import Skipped
+
+logger = logging.getLogger(__name__)
+
+REPLICATE = "_replicate_for_data_parallel"
+PICKLE, REDUCE, COPY = "__getstate__", "__reduce_ex__", "__deepcopy__"
+SCRIPT = "__prepare_scriptable__"
+OUR_ATTRIBUTES = (STATE, REPLICATE, PICKLE, REDUCE, COPY, SCRIPT)
+"""The names we set in the `__dict__` of a model, besides methods that compute."""
+
+
+_REPLACED = (
+    "its forward was replaced or deleted after it was converted, so that calls run in "
+    "fp32; call autoamp.convert(model) again to convert the new forward"
+)
+
+
+class Conversion:
+    """The state of one converted model, or of a model that was not converted.
+
+    Attributes:
+        call: the entry that the model's calls go through, shared by deep copies; None
+            if the model was not converted, or was reverted while a wrapper of the
+            user's still held our `forward`.
+        methods: names of the methods besides `forward` that we put on the instance.
+        replaced: the instance's own attributes that ours have replaced, by name.
+        declined: why the model was not converted.
+        watch: hears of the calls of the modules in the model (`children.py`), or None.
+    """
+
+    def __init__(
+        self,
+        call: Entry | None = None,
+        replaced: dict[str, Any] | None = None,
+        bound: types.MethodType | None = None,
+        declined: list[Skipped] | None = None,
+        methods: tuple[str, ...] = (),
+    ) -> None:
+        self.call = call
+        self.methods = methods
+        self.replaced = replaced or {}
+        self.declined = declined or []
+        self.watch: Any = None
+        self._root: weakref.ref[nn.Module] | None = None
+        self._bound: weakref.ref[types.MethodType] | None = None
+        if bound is not None:
+            self.bind(bound)
+        CONVERSIONS.add(self)
+
+    @property
+    def previous(self) -> Callable[..., Any] | None:
+        """The `forward` that another library (accelerate, PEFT) put on the instance.
+
+        Our `forward` calls it.  None where the instance had no `forward` of its own.
+        """
+        return self.replaced.get("forward")
+
+    @property
+    def bound(self) -> types.MethodType | None:
+        """Our `forward` on the model; None once it is freed."""
+        return self._bound() if self._bound is not None else None
+
+    def bind(self, bound: types.MethodType) -> None:
+        """Notes our `forward` by a weak reference, since only the model may hold it.
+
+        An assignment `model.forward = other` takes the model's calls away from us, and
+        the only sign of the assignment is that our `forward` is freed.
+        """
+        this, model = weakref.ref(self), weakref.ref(bound.__self__)
+
+        def gone(_: weakref.ref[types.MethodType]) -> None:
+            conversion = this()
+            if model() is None:  # it is freed, with all that it holds
+                return
+            if conversion is not None and conversion.engine is not None:
+                conversion.engine.record.note(_REPLACED)
+
+        self._bound = weakref.ref(bound, gone)
+
+    @property
+    def root(self) -> nn.Module | None:
+        """The converted model that the model is a part of; None for other models."""
+        return self._root() if self._root is not None else None
+
+    @root.setter
+    def root(self, model: nn.Module | None) -> None:
+        self._root = None if model is None else weakref.ref(model)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model whose `forward` is ours; None once it has another."""
+        bound = self.bound
+        model = None if bound is None else bound.__self__
+        return model if isinstance(model, nn.Module) else None
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine of the model's graphs and their record; None if declined."""
+        return self.call.engine if self.call is not None else None
+
+    @property
+    def skipped(self) -> list[Skipped]:
+        """The parts that were not converted, with the reasons."""
+        return self.declined if self.call is None else self.call.engine.record.skipped
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Conversion:
+        copied = Conversion(
+            self.call,
+            copy.deepcopy(self.replaced, memo),
+            copy.deepcopy(self.bound, memo),
+            methods=self.methods,
+        )
+        if self.root is not None:
+            copied.root = memo.get(id(self.root))
+        return copied
+
+
+CONVERSIONS: weakref.WeakSet[Conversion] = weakref.WeakSet()
+"""The conversions of all models; a model's deep copies share its `call`."""
+
+DECLINED = WeakIdKeyDictionary()
+"""Maps models that were not converted to their state, which is not written on them."""
+
+
+def own_methods(attributes: dict[str, Any], state: Conversion) -> list[str]:
+    """Names of our methods that are still in a model's `__dict__`."""
+    return [n for n in state.methods if getattr(attributes.get(n), MADE_HERE, False)]
+
+
+def without_ours(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """A copy of `state`, the `__dict__` of `model`, as it was before `install`."""
+    kept = {k: v for k, v in state.items() if k not in OUR_ATTRIBUTES}
+    conversion = model.__dict__.get(STATE)
+    if not isinstance(conversion, Conversion):
+        return kept
+    kept |= {k: v for k, v in conversion.replaced.items() if k in OUR_ATTRIBUTES}
+    if conversion.bound is None:
+        return kept
+    for name in own_methods(kept, conversion):
+        del kept[name]
+    if kept.get("forward") == conversion.bound:
+        del kept["forward"]
+        if conversion.previous is not None:
+            kept["forward"] = conversion.previous
+    return kept
+
+
+def uninstall(model: nn.Module) -> None:
+    """Takes everything that `install` has put on the instance away again."""
+    plain = without_ours(model.__dict__, model)
+    model.__dict__.clear()
+    model.__dict__.update(plain)
+
+
+def disown(model: nn.Module) -> None:
+    """Takes away from a model the conversion of another model.
+
+    `copy.__dict__.update(model.__dict__)` gives the copy a `forward` that is bound to
+    the original.
+    """
+    state = model.__dict__.get(STATE)
+    bound = state.bound if isinstance(state, Conversion) else None
+    if bound is not None and bound.__self__ is not model:
+        uninstall(model)
+
+
+def models_of(engine: Engine) -> list[nn.Module]:
+    """The models whose calls go through `engine`: one model and its deep copies."""
+    states = [each for each in list(CONVERSIONS) if each.engine is engine]
+    found = [each.model for each in states if each.root is None]
+    return [model for model in found if model is not None]
+
+
+def conversion_of(model: Any) -> Conversion | None:
+    """The state of `model`, even if it was not converted; None if nobody tried."""
+    if not isinstance(model, nn.Module):
+        return None
+    model = inside_wrappers(model)
+    state = model.__dict__.get(STATE)
+    if not isinstance(state, Conversion) or state.call is None:
+        state = DECLINED.get(model) if DECLINED else None
+    return state if isinstance(state, Conversion) else None
+
+
+def inside_wrappers(model: Any) -> Any:
+    """The module that `DistributedDataParallel` or `DataParallel` calls, or `model`.
+
+    The wrappers' own `forward` cannot be converted: Dynamo steps aside from it.
+    """
+    while isinstance(model, (DistributedDataParallel, nn.DataParallel)):
+        model = model.module
+    return model
+
+
+def install(model: nn.Module) -> Conversion:
+    """Puts our methods on the instance.
+
+    The methods call the model's own code until `Conversion.call` is set.
+    """
+    own = model.__dict__
+    replaced = {name: own[name] for name in ("forward", *OUR_ATTRIBUTES) if name in own}
+    bound = types.MethodType(make_forward(type(model), replaced.get("forward")), model)
+    methods = [name for name in computing_methods(model) if name not in own]
+    state = Conversion(None, replaced, bound, methods=tuple(methods))
+    own[STATE] = state
+    own["forward"] = bound
+    for name in methods:
+        own[name] = types.MethodType(make_method(type(model), name), model)
+    for method in (_replicate_for_data_parallel, __getstate__, __deepcopy__):
+        own[method.__name__] = types.MethodType(method, model)
+    own[SCRIPT] = types.MethodType(__prepare_scriptable__, model)
+    if _reduces_itself(model):
+        own[REDUCE] = types.MethodType(__reduce_ex__, model)
+    return state
+
+
+# Pickle finds a bound method again by this name.
+def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
+    """`nn.DataParallel`'s replica of a converted model, running its own weights.
+
+    `nn.DataParallel` copies `__dict__`, so the replica's `forward` would be bound to
+    the original.
+    """
+    replica: nn.Module = type(self)._replicate_for_data_parallel(self)
+    state = self.__dict__[STATE]
+    bound = state.bound
+    if bound is not None and self.__dict__.get("forward") == bound:
+        replica.__dict__["forward"] = types.MethodType(bound.__func__, replica)
+    for name in own_methods(self.__dict__, state):
+        method = self.__dict__[name].__func__
+        replica.__dict__[name] = types.MethodType(method, replica)
+    return replica
+
+
+# Copies of bound methods are found again by these names, too.
+def __getstate__(self: nn.Module) -> Any:  # noqa: N807
+    """The state for pickles and shallow copies: the model as it was before `convert`.
+
+    Therefore a pickle of a whole model loads where there is no autoamp, and a copy
+    never runs the weights of the original.
+    """
+    _say_unconverted(self)
+    state = _state_by_its_class(self)
+    return without_ours(state, self) if isinstance(state, dict) else state
+
+
+def _say_unconverted(model: nn.Module) -> None:
+    engine = model.__dict__[STATE].engine
+    is_part = model.__dict__[STATE].root is not None  # its root says so
+    if engine is not None and not is_part and not engine.record.scaling.automatic:
+        logger.warning(
+            "autoamp: a pickle or shallow copy of %s is not converted: it runs in fp32 "
+            "until you call autoamp.convert(copy)",
+            class_name(model),
+        )
+
+
+def _state_by_its_class(model: nn.Module) -> Any:
+    own: Any = type(model).__getstate__
+    return own(model)
+
+
+def _reduces_itself(model: nn.Module) -> bool:
+    """Whether the class, or the instance, has pickling methods of its own."""
+    kind: Any = type(model)
+    default = kind.__reduce__ is object.__reduce__
+    return (
+        not default
+        or kind.__reduce_ex__ is not object.__reduce_ex__
+        or REDUCE in model.__dict__
+    )
+
+
+def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:  # noqa: N807
+    """`__getstate__` for a class with pickling methods of its own (GraphModule)."""
+    _say_unconverted(self)
+    with _as_it_was(self):
+        own: Any = self.__reduce_ex__
+        return _replaced(own(protocol), self.__dict__, dict(self.__dict__))
+
+
+def _replaced(value: Any, part: Any, by: Any) -> Any:
+    """`value`, which is or holds `part` in tuples, with `by` in place of `part`."""
+    if value is part:
+        return by
+    if type(value) is tuple:
+        return tuple(_replaced(each, part, by) for each in value)
+    return value
+
+
+def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> Any:  # noqa: N807
+    """A deep copy is converted as well, and runs weights of its own."""
+    if getattr(type(self), COPY, None) or COPY in self.__dict__[STATE].replaced:
+        return _copied_by_itself(self, memo)
+    other = type(self).__new__(type(self))
+    memo[id(self)] = other
+    other.__setstate__(copy.deepcopy(_state_by_its_class(self), memo))
+    _watch(other, self.__dict__[STATE])
+    return other
+
+
+def _copied_by_itself(model: nn.Module, memo: dict[int, Any]) -> Any:
+    """A converted copy made by the model's own `__deepcopy__`.
+
+    The model's own `__deepcopy__` may copy the `__dict__`, in which our `forward` would
+    run the original.  So our attributes are taken away during the copy.
+    """
+    state: Conversion = model.__dict__[STATE]
+    with _as_it_was(model):
+        own: Any = model.__deepcopy__
+        made = own(memo)
+    if made is model or not isinstance(made, nn.Module) or state.call is None:
+        return made
+    new = install(made)
+    new.call = state.call
+    of_class = new.previous is None
+    if type(made) is not type(model) or of_class != (state.previous is None):
+        new.call = Entry(state.call.engine, type(made), of_class=of_class)
+    _watch(made, state)
+    return made
+
+
+def _watch(copied: nn.Module, state: Conversion) -> None:
+    """Has the modules in a copy watched where those in the original are."""
+    if state.watch is not None and isinstance(copied.__dict__.get(STATE), Conversion):
+        state.watch.over(copied)
+
+
+@contextlib.contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """A region in which the instance is as it was before `install`."""
+    converted = dict(model.__dict__)
+    uninstall(model)
+    plain = dict(model.__dict__)
+    try:
+        yield
+    finally:
+        ours = {k: v for k, v in converted.items() if plain.get(k) is not v}
+        model.__dict__.update(ours)
+
+
+def __prepare_scriptable__(self: nn.Module) -> nn.Module:  # noqa: N807
+    """The module for `torch.jit.script`: the model's own code on the same weights."""
+    plain = type(self).__new__(type(self))
+    plain.__dict__.update(without_ours(self.__dict__, self))
+    return plain

@@ -1,0 +1,356 @@
+"""`convert` and `revert`: mixed precision on a model's call path, in place.
+
+A conversion is decided (`decide`), and then installed.
+
+The model stays the same object.  Its `forward` becomes an instance attribute that calls
+a compiled entry *with the instance as an argument*, so deep copies run their own
+weights; everything else about the model is untouched.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoamp.dtypes import UNSCALED, largest, short_name
+from autoamp.errors import OptionError, UnsupportedModelError
+from autoamp.messages import log_once
+from autoamp.passes.decide.cost import PriceModel
+from autoamp.printable import class_name
+from autoamp.runtime.children import left_alone, watch
+from autoamp.runtime.conversion import (
+    CONVERSIONS,
+    DECLINED,
+    Conversion,
+    conversion_of,
+    inside_wrappers,
+    install,
+    models_of,
+    uninstall,
+)
+from autoamp.runtime.eligible import (
+    NAME_IT,
+    choose_precision,
+    for_model,
+    not_converted,
+    own_precision,
+    unsupported,
+)
+from autoamp.runtime.engine import Engine
+from autoamp.runtime.entry import Entry, RecordedEntry
+from autoamp.runtime.forward import methods_past
+from autoamp.runtime.kept import capture_now
+from autoamp.runtime.lock import check_model, tell_of_model
+from autoamp.runtime.program import STATE
+from autoamp.runtime.record import Record, Skipped
+from autoamp.training import foreign
+from autoamp.training.attach import detach_from, end_scaling, new_scaling
+from autoamp.training.loaded_weights import own_loaded_weights
+from autoamp.training.options import Options
+from autoamp.training.remedy import Remedy
+from autoamp.training.scale import LossScale, NoLossScale, resolve_loss_scale
+from autoamp.training.scaling import ModelScaling
+from autoamp.training.shards import SHARDED
+from autoamp.training.snapshot import SnapshotWriter
+from autoamp.training.snapshot_files import checked
+from autoamp.training.uncalled import expect_calls
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is decided on a model before anything of it is changed.
+
+    Attributes:
+        model: the model, inside all wrappers.
+        options: the options, with what the model itself asks for.
+        low: the compute dtype; None where the model is not converted.
+        why_not: why it is not.
+        scale: the loss scale to begin with.
+        notes: how a half-precision model is trained; empty for other models.
+        folder: where a snapshot is written, or None.
+    """
+
+    model: nn.Module
+    options: Options
+    low: torch.dtype | None
+    why_not: str
+    scale: LossScale
+    notes: tuple[Skipped, ...]
+    folder: Path | None
+
+    @property
+    def label(self) -> str:
+        """The name of the model's class."""
+        return class_name(self.model)
+
+
+def convert_model(
+    model: nn.Module,
+    options: Options,
+    example_inputs: tuple[Any, ...] | None = None,
+    *,
+    masters: bool = False,
+    automatic: bool = False,
+    price: PriceModel | None = None,
+    on_capture: Callable[[Engine], None] | None = None,
+) -> nn.Module:
+    """Converts `model` in place; see `autoamp.convert`.
+
+    Args:
+        masters: whether half-precision parameters are trained with fp32 master weights.
+        automatic: whether the automatic mode found the model; no user named it.
+        price, on_capture: as for `Engine`.
+
+    Raises:
+        UnsupportedModelError: `model` is not a module, or cannot be captured.
+        OptionError: `example_inputs`, or a pattern of `keep=`, cannot be used.
+    """
+    if example_inputs is not None and not isinstance(example_inputs, tuple):
+        raise OptionError("example_inputs must be a tuple of the model's arguments")
+    decided = decide(model, options, masters=masters)
+    if decided.low is None:
+        _decline(decided, automatic)
+    else:
+        engine = _engine(decided, decided.low, automatic)
+        engine.price, engine.on_capture = price, on_capture
+        _install(decided, engine, example_inputs)
+    return decided.model
+
+
+def decide(model: nn.Module, options: Options, *, masters: bool = False) -> Decision:
+    """Decides whether and how to convert a model, which is not changed.
+
+    Raises:
+        UnsupportedModelError: `model` is not a module, or cannot be captured.
+        LockError: the lock does not fit the model, and `strict` is set.
+        OptionError: a pattern of `keep=` or the folder of `record=` cannot be used.
+    """
+    model = inside_wrappers(model)
+    reason = unsupported(model)
+    if not reason and (engine := foreign.left_to_outer(model)):
+        reason = f"{class_name(model)} cannot be converted. {engine}"
+    if reason:
+        raise UnsupportedModelError(reason)
+    low, why_not = choose_precision(model, options)
+    own = own_precision(model) if masters else None
+    options, label = for_model(model, options, low), class_name(model)
+    # Gradients have the dtype of their weights: the narrowest range decides.
+    narrowest = min(filter(None, (own, low)), key=largest, default=UNSCALED)
+    scale = resolve_loss_scale(options.loss_scale, narrowest)
+    if low is None and own is not None and not isinstance(scale, NoLossScale):
+        # The model is converted for loss scaling only: none of its ops is lowered.
+        low, why_not, options = own, "", _runs_as_it_is(options, label)
+    if problem := check_model(options.locked, label, why_not):
+        tell_of_model(problem, strict=options.strict)
+        options = options.replace(lock=None)
+    notes: tuple[Skipped, ...] = ()
+    if own is not None:
+        kept = f"keeps its {short_name(own)} parameters"
+        why = f"{kept}; its optimizer steps fp32 master weights"
+        notes = (Skipped(label, why),)
+    folder = None if options.record is None else checked(options.record)
+    return Decision(model, options, low, why_not, scale, notes, folder)
+
+
+def _engine(decided: Decision, low: torch.dtype, automatic: bool) -> Engine:
+    """The engine of a model's graphs, with the record and the loss scaling."""
+    options, label = decided.options, decided.label
+    writer = None
+    if decided.folder is not None:
+        writer = SnapshotWriter(decided.folder, options)
+    scaling = new_scaling(
+        options,
+        decided.scale,
+        label,
+        _models_of,
+        [convert_again] if options.heal else [],
+        low=low,
+        automatic=automatic,
+        on_step=() if writer is None else (writer.stepped,),
+    )
+    if writer is not None:
+        writer.scaling = scaling
+    if not (automatic or decided.notes):
+        expect_calls(scaling, _what_is_captured, strict=options.strict)
+    record = Record(label, low, scaling, skipped=[*decided.notes])
+    return Engine(options, record, writer=writer)
+
+
+def _install(
+    decided: Decision, engine: Engine, example_inputs: tuple[Any, ...] | None
+) -> None:
+    """Has the calls of the model run under `engine`; changes nothing if it raises."""
+    model = decided.model
+    own_loaded_weights(model)
+    state, fresh = _state_of(model)
+    before, kind = state.call, Entry if engine.writer is None else RecordedEntry
+    state.call = kind(engine, type(model), of_class=state.previous is None)
+    watch(model)
+    if example_inputs is not None:
+        try:
+            capture_now(model, example_inputs)
+        except BaseException:
+            state.call = before
+            if fresh:
+                revert_model(model)
+            raise
+    _end_recording(before)
+    DECLINED.pop(model, None)
+    low = short_name(engine.record.low)
+    logger.debug("autoamp: %s will be converted to %s", decided.label, low)
+
+
+def _state_of(model: nn.Module) -> tuple[Conversion, bool]:
+    """The state on a model, and whether it is new: the model was not converted."""
+    state = model.__dict__.get(STATE)
+    if isinstance(state, Conversion):
+        # Its `forward` was replaced, or it was captured as a part of another model.
+        if state.bound is None or state.root is not None:
+            revert_model(model, optimizers=False)
+        else:
+            for part in left_alone(model):
+                revert_model(part, optimizers=False)
+            return state, False
+    return install(model), True
+
+
+def _end_recording(call: Entry | None) -> None:
+    """Ends the writer of a call that a model has no more, unless a copy has it."""
+    writer = None if call is None else call.engine.writer
+    others = [each.engine.writer for each in CONVERSIONS if each.engine is not None]
+    if writer is not None and all(each is not writer for each in others):
+        writer.end()
+
+
+def _decline(decided: Decision, automatic: bool) -> None:
+    """Logs why a model is not converted, and reverts an earlier conversion."""
+    model, label, notes = decided.model, decided.label, [*decided.notes]
+    if decided.folder is not None:
+        logger.warning("autoamp: %s is not converted, and not recorded", label)
+    if notes:
+        logger.info("autoamp: %s %s", label, notes[0].why)
+    else:
+        text = f"autoamp: {label} {not_converted(decided.why_not)}"
+        level = logging.WARNING
+        if automatic and NAME_IT in text:  # its optimizer is found, and then said
+            text, level = text.replace(NAME_IT, ""), logging.INFO
+        log_once(logger, level, text, of=model)
+    revert_model(model, optimizers=not notes)
+    DECLINED[model] = Conversion(declined=notes or [Skipped(label, decided.why_not)])
+
+
+def _models_of(scaling: ModelScaling) -> list[nn.Module]:
+    return [model for each in _engines_of(scaling) for model in models_of(each)]
+
+
+def _what_is_captured(scaling: ModelScaling) -> str:
+    """Says which calls of a model are captured, and which code runs past them."""
+    model = scaling.models[0]
+    past = [f"{scaling.label}.{name}" for name in methods_past(model)]
+    where = f"such as {', '.join(past)} may do" if past else "as the script does"
+    state = model.__dict__[STATE]
+    names = " and ".join(["forward", *state.methods])
+    return (
+        f"Captured are calls of {names} and of the modules in it, not code that "
+        f"computes with its weights in another way, {where}, and not parts of it "
+        "inside the user's own torch.compile. Call the model or its modules; convert "
+        "it after modules or its forward were exchanged, and before torch.compile"
+    )
+
+
+def _engines_of(scaling: ModelScaling) -> list[Engine]:
+    engines = {each.engine for each in CONVERSIONS if each.engine is not None}
+    return [each for each in engines if each.record.scaling is scaling]
+
+
+def convert_again(scaling: ModelScaling, remedy: Remedy) -> None:
+    """Captures the models of `scaling` again, at their next calls, under `remedy`.
+
+    The loss scale, the optimizers and the reasons for skipped steps are kept.  An old
+    graph lives until the last backward through it has run.
+    """
+    scaling.ledger.captured.clear()
+    renewed: dict[Engine, Engine] = {}
+    for state in list(CONVERSIONS):
+        call, engine = state.call, state.engine
+        if call is None or engine is None or engine.record.scaling is not scaling:
+            continue
+        if engine not in renewed:
+            renewed[engine] = _under(remedy, engine)
+        state.call = call.run_by(renewed[engine])
+
+
+def _under(remedy: Remedy, engine: Engine) -> Engine:
+    old = engine.record
+    record = Record(old.label, old.low, old.scaling)
+    # Notes about graphs are made again with the graphs.
+    record.skipped += [each for each in old.skipped if each.what == old.label]
+    return Engine(
+        remedy.on(engine.options),
+        record,
+        price=engine.price,
+        writer=engine.writer,
+        on_capture=engine.on_capture,
+    )
+
+
+def _runs_as_it_is(options: Options, label: str) -> Options:
+    """`options`, changed so that no op is lowered.
+
+    Raises:
+        UnsupportedModelError: the backend is a compiler, which differentiates the graph
+            itself.
+    """
+    if options.backend != "eager":
+        raise UnsupportedModelError(
+            f"{label} has half-precision parameters. Graphs that {options.backend} "
+            "compiles return half-precision gradients, in which small numbers become 0 "
+            "when they are divided by the loss scale; use "
+            f"{options.advice('backend', 'eager')}, or "
+            f"{options.advice('loss_scale', 'off')}"
+        )
+    return options.replace(keep=("*",), do_no_harm=True)
+
+
+def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:
+    """Restores the call path of a model; a model that is not converted is left alone.
+
+    If the user has wrapped our `forward`, the wrapper stays, and our `forward` inside
+    it passes calls on to the model's own code.
+
+    Args:
+        optimizers: whether the model's optimizers are reverted too, which removes the
+            master weights of half-precision parameters.
+
+    Raises:
+        UnsupportedModelError: `model` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(
+            f"revert() takes a torch.nn.Module, not {type(model).__name__}"
+        )
+    model = inside_wrappers(model)
+    if conversion_of(model) is not None and optimizers:
+        detach_from(model)
+    DECLINED.pop(model, None)
+    state = model.__dict__.get(STATE)
+    if not isinstance(state, Conversion):
+        return model
+    for part in left_alone(model):
+        revert_model(part, optimizers=False)
+    SHARDED.forget(model)
+    call, state.call = state.call, None
+    if call is not None and all(e.engine is not call.engine for e in CONVERSIONS):
+        end_scaling(call.engine.record.scaling)
+        _end_recording(call)
+    if state.bound is None or model.__dict__.get("forward") == state.bound:
+        uninstall(model)
+    return model

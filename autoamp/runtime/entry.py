@@ -1,0 +1,615 @@
+"""One callable of a converted model: `forward`, or another method that computes.
+
+An entry keeps the callable's compiled code, calls the model through the graphs of that
+code, and reports calls that ran no graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import types
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoamp import compat
+from autoamp.errors import CaptureError
+from autoamp.messages import log_once, signs_of_life
+from autoamp.runtime.bypassed import (
+    AS_WRITTEN,
+    FORWARD_MODE,
+    INSTEAD,
+    TRACED,
+    Rest,
+    captured_often,
+    ran_nothing,
+)
+from autoamp.runtime.compile_backend import (
+    ONE_GRAPH,
+    RUNS_OUR_PASS,
+    USERS_BACKENDS,
+    traced_for_us,
+    users_backend,
+)
+from autoamp.runtime.engine import Engine
+from autoamp.runtime.forward import plain_function
+from autoamp.runtime.graph import (
+    all_widened,
+    autocast_for,
+    fp32_results,
+    unscaled_dtype,
+)
+from autoamp.runtime.program import (
+    THREAD,
+    Program,
+    inside_a_call,
+    likeness,
+    program_for,
+    tell_ranks,
+    under_compilation,
+)
+from autoamp.runtime.record import announce, tell_progress
+
+logger = logging.getLogger(__name__)
+
+
+class Hooks:
+    """The hooks that calls of one conversion's models have met.
+
+    Attributes:
+        guarded: whether code compiled from now on guards the hooks of modules.
+    """
+
+    def __init__(self) -> None:
+        self.guarded = False
+        self._everywhere = False
+        self._unhooked: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
+
+    def are_new(self, model: nn.Module) -> bool:
+        """Whether there are hooks to guard, or hooks on all modules came or went."""
+        if compat.hooks_everywhere() != self._everywhere:
+            return True  # Dynamo never guards hooks on all modules
+        if self.guarded:
+            return False
+        added = compat.hooks_of_others()
+        known = self._unhooked.get(id(model))
+        if known is not None and known[1] == added and known[0]() is model:
+            return False
+        if compat.has_hooks(model):
+            return True
+        for known_id, (other, _) in list(self._unhooked.items()):
+            if other() is None:
+                self._unhooked.pop(known_id, None)
+        self._unhooked[id(model)] = weakref.ref(model), added
+        return False
+
+    def guard(self) -> bool:
+        """Guards hooks from now on; returns whether the code must be compiled anew."""
+        everywhere = compat.hooks_everywhere()
+        if self.guarded and self._everywhere == everywhere:
+            return False  # another thread was first
+        self.guarded, self._everywhere = True, everywhere
+        return True
+
+
+_RECOMPILE_LIMIT = 8
+"""Dynamo's recompile limit per code object: after so many graphs it makes no more."""
+
+_MOST_COMPILATIONS = 8
+"""How many compilations there may be before `_start_afresh` adds no more."""
+
+_MOST_IN_VAIN = 2
+"""How many calls in a row may capture nothing before autocast takes over."""
+
+_PARTS = (
+    "modules in it that are called by themselves have {} graphs of their own: call the "
+    "model, or a method of it that calls them"
+)
+
+_SPARSE = "it computes on sparse tensors, which Dynamo does not capture"
+
+
+class Entry:
+    """One callable of a conversion, shared by the model's deep copies.
+
+    Attributes:
+        engine: has the callable's graphs made ready, and keeps their record.
+        owner: the class whose function is called.
+        name: the function's name.
+        of_class: the function is the class's; otherwise the instance has its own.
+        path: the module's path in the converted model; "" for the model itself.
+        program: the function compiled by Dynamo; None before the first call.
+    """
+
+    path = ""
+
+    def __init__(
+        self,
+        engine: Engine,
+        owner: type[nn.Module],
+        name: str = "forward",
+        *,
+        of_class: bool = True,
+    ) -> None:
+        self.engine = engine
+        self.owner, self.name, self.of_class = owner, name, of_class
+        self.program: Program | None = None
+        self._modes: set[tuple[bool, bool, bool]] = set()
+        self._hooks = Hooks()
+        self._resting: dict[tuple[bool, bool, bool], Rest] = {}
+        self._compilations = self._graphs_before = 0
+        self._in_vain = 0
+        self._by_autocast = self._left_to_autocast = ""
+        self._bounded, self._only_hooked, self._is_python = "", False, False
+        self._methods: dict[str, Entry] = {}
+        self._children: dict[str, Entry] = {}
+        self._by_backend: dict[int, Entry] = {}
+        self._lock = threading.RLock()
+
+    @functools.cached_property  # few calls need it
+    def plain(self) -> Callable[..., Any]:
+        """The callable as a function of the model, not compiled."""
+        return plain_function(self.owner, self.name, self.of_class)
+
+    def run_by(self, engine: Engine) -> Entry:
+        """The entry of the same callable whose graphs `engine` makes ready."""
+        found = type(self)(engine, self.owner, self.name, of_class=self.of_class)
+        found.path = self.path
+        return found
+
+    def leave_to_autocast(self, why: str) -> None:
+        """Has all calls, of other methods too, run under `torch.autocast`."""
+        self._by_autocast = self._left_to_autocast = why
+        self.engine.record.note(INSTEAD + why, aloud=False)
+
+    def renew(self, owner: type[nn.Module]) -> None:
+        """Makes the `forward` of `owner` the code that is compiled from now on."""
+        with self._lock:
+            self.owner = owner
+            self.__dict__.pop("plain", None)
+            self.program = None
+            self._modes.clear()
+            self._resting.clear()
+            self._by_backend.clear()
+
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """`model(*args, **kwargs)` in mixed precision, or fp32 where disabled."""
+        tell_ranks(model, self.engine.record.scaling)
+        if THREAD.off:
+            self.engine.record.scaling.ledger.note_called()
+            return self.plain(model, *args, **kwargs)
+        if compat.transforms_active():
+            held = *nn.Module.parameters(model), *nn.Module.buffers(model)
+            region = compat.past_transforms((args, kwargs, held))
+            if region is None:
+                return self._in_region(model, args, kwargs)
+            with region:
+                return self(model, args, kwargs)
+        if self._by_autocast or self._is_bounded(model):
+            return self._in_region(model, args, kwargs)
+        if compat.any_autocast():
+            args, kwargs = all_widened(args, kwargs)
+            with compat.autocast_off():
+                return self._in_turn(model, args, kwargs)
+        return self._in_turn(model, args, kwargs)
+
+    def _in_turn(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs a call; the first call in a mode holds the lock, so it captures once."""
+        if self._hooks.are_new(model):
+            self._guard_hooks()
+        inference = torch.is_inference_mode_enabled()
+        mode = torch.is_grad_enabled(), inference, model.training
+        if mode in self._modes:
+            if mode not in self._resting:
+                return self._run(model, args, kwargs)
+            if not self._resting[mode].is_over(args, kwargs):
+                self.engine.record.calls += 1
+                return self._as_written(model, *args, **kwargs)
+        with self._lock:
+            program = self.program or self._joined(model, args, kwargs)
+            self._bound(model)
+            if self._by_autocast or self._is_bounded(model):
+                return self._in_region(model, args, kwargs)
+            if mode in program.captured_modes:
+                result = self._run(model, args, kwargs)
+            else:
+                drawn = compat.Generators()
+                with signs_of_life(
+                    functools.partial(tell_progress, self.engine.record)
+                ):
+                    result = compat.with_room(self._run, model, args, kwargs, drawn)
+            program.captured_modes.add(mode)
+            program.tell(self.engine)
+            if not (self._bounded or self._by_autocast):
+                announce(self.engine.record)
+        self._resting.pop(mode, None)
+        if self.engine.record.stays_fp32:
+            self._resting[mode] = Rest(args, kwargs)
+        self._modes.add(mode)
+        if mode[0] and self.engine.record.calls:
+            self.engine.record.scaling.ledger.note_called()
+        return result
+
+    def _guard_hooks(self) -> None:
+        """Compiles the code anew if modules have hooks that its graphs do not guard."""
+        with self._lock:
+            if self._hooks.guard():
+                self._modes.clear()
+                if self.program is not None:
+                    self._compile()
+
+    def _run(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        drawn: compat.Generators | None = None,
+    ) -> Any:
+        """Runs a call through its graphs.
+
+        Args:
+            drawn: at a first call, the random generators before the call.
+        """
+        engine, program = self.engine, self.program
+        if program is None:
+            program = self._joined(model, args, kwargs)
+        elif engine.differentiated_twice and not program.backend.runs_as_is:
+            program = self._compile()
+        engine.record.calls += 1
+        local, modes = engine.local, compat.Modes()
+        runs, rewritten, local.error = local.runs, local.rewritten, None
+        outer = THREAD.engine, THREAD.as_written, local.regions
+        THREAD.engine, THREAD.as_written = engine, False
+        local.regions = compat.autocast_nesting()
+        try:
+            result = program(model, *args, **kwargs)
+        except Exception as caught:
+            modes.restore()
+            if local.error is not None:  # our own error, which Dynamo has wrapped
+                error, local.error = local.error, None
+                raise error from error.__cause__
+            traced = compat.other_tracing()
+            if not (traced or compat.is_capture_error(caught)):
+                raise
+            if drawn is not None:
+                drawn.restore()
+            result = self._in_python(caught, model, args, kwargs)
+            if not traced:
+                engine.record.aside += 1
+                return result
+        except BaseException:  # the user's interrupt
+            modes.restore()
+            raise
+        finally:
+            THREAD.engine, THREAD.as_written, local.regions = outer
+        runs, rewritten = local.runs - runs, local.rewritten - rewritten
+        if rewritten < runs:
+            engine.record.in_part += rewritten > 0
+            engine.record.aside += not rewritten
+        if engine.is_new:
+            self._bound(model)
+            engine.tell()
+        if runs:
+            self._in_vain = 0
+        elif self._bounded:
+            engine.record.aside += 1
+        else:
+            self._ran_nothing()
+        return result
+
+    def _in_python(
+        self,
+        error: Exception,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Repeats a call in which Dynamo itself failed, with the model's own code.
+
+        A model that runs in fp32 must not fail because Dynamo fails, and an error of
+        the model must be raised by the model's own code.
+
+        Raises:
+            Exception: the error of the model's own code; where there is none, under
+                `strict`, Dynamo's error.
+        """
+        try:
+            result = self._as_written(model, *args, **kwargs)
+        except Exception as own:
+            self._compile()
+            raise own from own.__cause__  # not from Dynamo's error, which says the same
+        if compat.other_tracing():
+            return result
+        if self.engine.options.strict:
+            raise error
+        why = compat.said_in_a_line(error)
+        self.engine.record.note(f"Dynamo failed in a call, which ran in fp32: {why}")
+        return result
+
+    def _in_region(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs the model's own code, as no rewritten graph can run: under autocast.
+
+        Code that is mostly Python runs in fp32, because values may leave it by other
+        ways than its result, and other code is not written for low ones.
+
+        In forward-mode AD it runs in fp32.  Torch gives the tangent of a low norm with
+        fp32 parameters another dtype than its result, at which the next product fails.
+        """
+        engine = self.engine
+        transforms = "of vmap or torch.func"
+        is_transformed = compat.transforms_active()
+        why = self._by_autocast or (transforms if is_transformed else self._bounded)
+        instead = AS_WRITTEN if self._is_python else INSTEAD
+        if engine.options.strict:
+            said = ran_nothing(self.name, self.program, self.has_many)
+            if why == self._bounded:
+                said = instead + why
+            raise CaptureError(f"{engine.record.label}: {said}")
+        engine.record.calls += 1
+        engine.record.aside += 1
+        engine.record.scaling.ledger.note_called()
+        if compat.forward_mode():
+            engine.record.note(FORWARD_MODE)
+            return self._as_written(model, *args, **kwargs)
+        engine.record.note(instead + why)
+        if self._is_python:
+            return self._as_written(model, *args, **kwargs)
+        low, cached = unscaled_dtype(engine.record.low), bool(self._left_to_autocast)
+        with contextlib.ExitStack() as around:
+            if is_transformed:
+                around.enter_context(compat.attention_in_one_dtype(low))
+            with autocast_for(model, args, low, cached=cached):
+                result = self._as_written(model, *args, **kwargs)
+            return fp32_results(result, low)
+
+    def _as_written(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model's own code, of which no part is captured by itself."""
+        outer = THREAD.engine, THREAD.as_written
+        THREAD.engine, THREAD.as_written = self.engine, True
+        try:
+            return self.plain(model, *args, **kwargs)
+        finally:
+            THREAD.engine, THREAD.as_written = outer
+
+    def _bound(self, model: nn.Module) -> None:
+        """Has autocast stand in where no more of the model is to be captured.
+
+        The hooks of a FLOP counter stay for one call: calls of the model, or of the
+        copy it was made of, without hooks are captured anew.
+        """
+        if self.engine.computes_on_nested:
+            self.leave_to_autocast("it computes on nested tensors")
+        amount = self.engine.amount
+        why = amount.too_much
+        if not why or self._bounded:
+            return
+        with self._lock:
+            self._only_hooked = compat.has_hooks(model)
+            until = "; a call without hooks is captured" if self._only_hooked else ""
+            self._is_python = amount.is_mostly_python
+            if self.path and not self._is_python:
+                why = _PARTS.format(amount.graphs)
+            self._bounded = why + until
+            if until:
+                self.engine.amount = compat.Amount()
+            said = AS_WRITTEN if self._is_python else INSTEAD
+            self.engine.record.note(said + self._bounded)
+            self._compile()
+            self._modes.clear()
+
+    def _is_bounded(self, model: nn.Module) -> bool:
+        """Whether no more of a call of `model` is to be captured."""
+        if not self._bounded:
+            return False
+        return not self._only_hooked or compat.has_hooks(model)
+
+    def of(self, owner: type[nn.Module], name: str) -> Entry:
+        """The entry for calls of method `name`; this entry if that is its own name."""
+        if name == self.name:
+            return self
+        with self._lock:
+            if name not in self._methods:
+                self._methods[name] = self._part(self.path, owner, name, of_class=True)
+        return self._methods[name]
+
+    def of_child(self, path: str, owner: type[nn.Module], *, of_class: bool) -> Entry:
+        """The entry for calls of the module at `path` that no other call includes."""
+        with self._lock:
+            found = self._children.get(path)
+            if found is None or (found.owner, found.of_class) != (owner, of_class):
+                found = self._part(path, owner, "forward", of_class=of_class)
+                self._children[path] = found
+        return found
+
+    def _part(
+        self, path: str, owner: type[nn.Module], name: str, *, of_class: bool
+    ) -> Entry:
+        found = Entry(self.engine, owner, name, of_class=of_class)
+        found.path = path
+        found._by_autocast = found._left_to_autocast = self._left_to_autocast
+        return found
+
+    def compiled_by(self, backend: int) -> Entry:
+        """The entry whose graphs are compiled by `USERS_BACKENDS[backend]`."""
+        if self.engine.options.backend != "eager":
+            return self  # the user has named the compiler of the graphs
+        with self._lock:
+            if backend not in self._by_backend:
+                engine = self.engine.compiled_by(USERS_BACKENDS[backend])
+                self._by_backend[backend] = self.run_by(engine)
+        return self._by_backend[backend]
+
+    def _ran_nothing(self) -> None:
+        """Reports that a call ran no graph, and has the model compiled anew."""
+        engine = self.engine
+        if compat.fx_tracing():  # no real call: torch.fx makes another program
+            engine.record.calls -= 1
+            engine.record.note(TRACED)
+            engine.record.scaling.ledger.note_called()  # and it has been said
+            return
+        hidden, program = compat.hides_calls(), self.program
+        if not hidden and program is not None and program.computes_nothing:
+            engine.record.calls -= 1  # `self.encoder.get_num_params()`
+            return
+        engine.record.aside += 1
+        said = ran_nothing(self.name, self.program, self.has_many)
+        if program is not None:
+            program.stepped_aside = True
+        if hidden:
+            self._start_afresh()
+        else:
+            self._in_vain += 1
+            left = program.skipped if program is not None else []
+            is_sparse = any(each.is_sparse for each in left)
+            self._start_afresh()
+            if is_sparse and not engine.options.strict:
+                engine.record.note(INSTEAD + _SPARSE)
+                self.leave_to_autocast(_SPARSE)
+                return
+            # At the recompile limit we go on, because existing graphs still run.
+            if self._in_vain >= _MOST_IN_VAIN and not self.has_many:
+                self._by_autocast = "Dynamo captured nothing"
+        if engine.options.strict:
+            raise CaptureError(f"{engine.record.label}: {said}")
+        engine.record.note(said)
+
+    @property
+    def has_many(self) -> bool:
+        """Whether so many graphs were captured that Dynamo may make no more."""
+        made = len(self.engine.record.graphs) - self._graphs_before
+        return made >= _RECOMPILE_LIMIT
+
+    def _joined(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Program:
+        """The program shared by all models like this one, taken at its first call."""
+        what = self._shared
+        if what is not None:
+            like = likeness(model, args, kwargs)
+            what = None if like is None else (what, self._named_in(model), like)
+        program = self._begin(what)
+        automatic = self.engine.record.scaling.automatic and not self.path
+        if automatic and not program.captured_modes and (why := captured_often(model)):
+            self.leave_to_autocast(why)
+            said = f"autoamp: {self.engine.record.label}: {INSTEAD}{why}"
+            log_once(logger, logging.WARNING, said)
+        return program
+
+    def _named_in(self, model: nn.Module) -> Hashable:
+        """What options say of each module in a part of a converted model, by its path.
+
+        Parts that are alike share graphs unless options name some of their modules.
+        """
+        if not self.path:
+            return None  # models with equal options have equal paths
+        named = compat.named_modules_of(model, self.path)
+        keys = ((path, self.engine.apart(path)) for path, _ in named)
+        start = len(self.path)
+        return tuple((path[start:], key) for path, key in keys if key is not None)
+
+    def _compile(self) -> Program:
+        """A new program for this model alone, whatever models like it share."""
+        return self._begin(None)
+
+    def _begin(self, what: Hashable | None) -> Program:
+        own = plain_function(self.owner, self.name, self.of_class)
+        self.program = program_for(what, own, self.engine, hooked=self._hooks.guarded)
+        self._compilations += 1
+        self._graphs_before = len(self.engine.record.graphs)
+        return self.program
+
+    @property
+    def _shared(self) -> Hashable | None:
+        """A key equal for entries that have the same code, or None."""
+        function: Any = getattr(self.owner, self.name)
+        own = not (self.of_class and isinstance(function, types.FunctionType))
+        if own or not self.engine.shares_graphs:
+            return None
+        return self.name, weakref.ref(self.owner), weakref.ref(function)
+
+    def _start_afresh(self) -> None:
+        """Compiles the code anew, at most until `_MOST_COMPILATIONS` are made.
+
+        Dynamo never looks again at code that it once refused: without new code, one
+        call under a FlopCounterMode would leave the model in fp32 for good.  At the
+        recompile limit nothing is compiled, because new code would only reach the limit
+        again.
+        """
+        if self._compilations < _MOST_COMPILATIONS and not self.has_many:
+            self._compile()
+            self._modes.clear()
+
+    def inlined(
+        self,
+        plain: Callable[..., Any],
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        owner: type[nn.Module],
+        name: str = "forward",
+    ) -> Any:
+        """Makes a call that Dynamo traces as part of a larger graph.
+
+        Inside a converted parent, the call becomes a part of the parent's graph.  In a
+        compilation of the user's own, the graph is broken here; the model's graphs are
+        rewritten and then compiled by the user's backend.  Where the graph must not be
+        broken (`fullgraph=True`), our pass never runs, and autocast stands in for it.
+        """
+        if not under_compilation():  # reached from code that was compiled before
+            return self.of(owner, name)(model, args, kwargs)
+        if traced_for_us():
+            return plain(model, *args, **kwargs)
+        backend = users_backend()
+        if backend == RUNS_OUR_PASS:
+            return plain(model, *args, **kwargs)
+        if backend != ONE_GRAPH:
+            return _apart(self, backend, model, args, kwargs, owner=owner, name=name)
+        low = unscaled_dtype(self.engine.record.low)
+        with autocast_for(model, args, low):
+            result = plain(model, *args, **kwargs)
+        return fp32_results(result, low)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _apart(
+    forward: Entry,
+    backend: int,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    owner: type[nn.Module],
+    name: str,
+) -> Any:
+    """Makes a call from the user's compilation, whose graph is broken at the call."""
+    return forward.compiled_by(backend).of(owner, name)(model, args, kwargs)
+
+
+class RecordedEntry(Entry):
+    """The entry of a model with `record=`, whose training calls a writer hears of."""
+
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """As for `Entry`; where gradients are recorded, the writer hears of it."""
+        writer = self.engine.writer
+        recorded = torch.is_grad_enabled() and not (THREAD.off or inside_a_call())
+        if writer is None or not recorded:
+            return super().__call__(model, args, kwargs)
+        writer.begin(model, args, kwargs)
+        result = super().__call__(model, args, kwargs)
+        writer.returned(result)
+        return result

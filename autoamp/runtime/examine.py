@@ -1,0 +1,210 @@
+"""Captures a stand-in of a model, whose graphs a question runs in its own way.
+
+The stand-in is a module of the same class that shares the model's modules and weights.
+It is converted as by `convert`, but without weight copies, without optimizers, and
+without graphs shared with other models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from autoamp import compat
+from autoamp.errors import OptionError, UnsupportedModelError
+from autoamp.passes.decide.devices import Device
+from autoamp.passes.options import PassOptions
+from autoamp.passes.prepared import Prepared
+from autoamp.passes.record import Rewritten, Setting
+from autoamp.passes.run import as_it_is, rewrite_normalised
+from autoamp.passes.see.normalise import Normalised
+from autoamp.printable import class_name
+from autoamp.runtime.conversion import (
+    conversion_of,
+    inside_wrappers,
+    install,
+    without_ours,
+)
+from autoamp.runtime.eligible import for_model, parameters_of, unsupported
+from autoamp.runtime.engine import Engine
+from autoamp.runtime.entry import Entry
+from autoamp.runtime.graph import Graph
+from autoamp.runtime.record import Record
+from autoamp.training.attach import end_scaling, new_scaling
+from autoamp.training.options import OPTION_NAMES, Options
+from autoamp.training.scale import resolve_loss_scale
+
+Play = Callable[[Prepared, tuple[Any, ...]], Any]
+"""Runs a graph on the arguments of a call, and returns its results."""
+
+
+def checked_model(model: Any) -> nn.Module:
+    """The module to ask about, inside any wrapper that only distributes calls.
+
+    Raises:
+        UnsupportedModelError: `model` is no module, or cannot be captured.
+    """
+    model = inside_wrappers(model)
+    reason = unsupported(model, needs_data=False)
+    if reason is not None:
+        raise UnsupportedModelError(reason)
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def refuse_options(question: str, model: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuses keyword arguments for the model that are options of `convert`.
+
+    Raises:
+        OptionError: a keyword is the name of an option, and the model's forward does
+            not take it.
+    """
+    found = [name for name in kwargs if name in OPTION_NAMES]
+    if not found or not isinstance(model, nn.Module):
+        return
+    try:
+        takes = inspect.signature(type(inside_wrappers(model)).forward).parameters
+    except (TypeError, ValueError):  # a forward without a signature may take anything
+        return
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values()):
+        return
+    wrong = [name for name in found if name not in takes]
+    if wrong:
+        meant = ", ".join(f'"{name}": {kwargs[name]!r}' for name in wrong)
+        raise OptionError(
+            f"{question}() passes {', '.join(wrong)} on to {class_name(model)}, whose "
+            f"forward does not take {'it' if len(wrong) == 1 else 'them'}; write "
+            f"options={{{meant}}}"
+        )
+
+
+def options_for(
+    model: Any, given: Mapping[str, Any] | None, default: Options | None = None
+) -> Options:
+    """The options `given`, added to the options of the model's conversion.
+
+    Where the model is not converted, they are added to `default`.  A question is never
+    recorded.
+    """
+    state = conversion_of(model)
+    engine = state.engine if state is not None else None
+    own = engine.options if engine is not None else None
+    chosen = (own or default or Options()).replace(**(given or {}))
+    return chosen if chosen.record is None else chosen.replace(record=None)
+
+
+def twin_of(model: nn.Module) -> nn.Module:
+    """A module of the same class with the same children, weights and attributes."""
+    twin = type(model).__new__(type(model))
+    twin.__dict__.update(without_ours(model.__dict__, model))
+    return twin
+
+
+def on_the_models_device(model: nn.Module, values: Any) -> Any:
+    """`values`; if the model is on the meta device, with every tensor moved there."""
+    if not any(parameter.is_meta for parameter in parameters_of(model)):
+        return values
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), values)
+
+
+@contextlib.contextmanager
+def examined(
+    model: nn.Module, options: Options, low: torch.dtype, device: Device | None = None
+) -> Iterator[tuple[nn.Module, Examiner]]:
+    """A converted stand-in of `model`, and the engine that runs its graphs.
+
+    Args:
+        low: the compute dtype.
+        device: the device that graphs are made for; by default the graphs' own device.
+    """
+    options = for_model(model, options, low)
+    twin = twin_of(model)
+    state = install(twin)
+    label = class_name(model)
+    scaling = new_scaling(options, resolve_loss_scale(options.loss_scale, low), label)
+    try:
+        record = Record(label, low, scaling)
+        engine = Examiner(options.replace(backend="eager"), record, device=device)
+        state.call = Entry(engine, type(twin), of_class=state.previous is None)
+        yield twin, engine
+    finally:
+        end_scaling(scaling)
+
+
+@dataclass(eq=False)
+class Examiner(Engine):
+    """Rewrites graphs for the record, and runs each through `play`.
+
+    Attributes:
+        play: runs a rewritten graph; None runs the graph as it was captured, in fp32.
+    """
+
+    shares_graphs = False  # models that are alike run their graphs in another way
+
+    play: Play | None = None
+    _plain: dict[Prepared, Callable[..., Any]] = field(default_factory=dict)
+
+    def runs_code(self) -> bool:
+        """Graphs that no `play` runs are only looked at."""
+        return self.play is not None
+
+    def apart(self, path: str) -> str:
+        """Each module has graphs of its own: a question is about one module."""
+        return path
+
+    def prepared(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Prepared:
+        found = super().prepared(gm, example_inputs)
+        # This comes last, because it changes how the bodies in `gm` run.
+        self._plain[found] = as_it_is(gm, example_inputs, self.options, "").run
+        return found
+
+    def as_captured(self, prepared: Prepared, args: Sequence[Any]) -> Any:
+        """Runs a graph as it was captured, in fp32."""
+        return self._plain[prepared](*args)
+
+    def _bind(self, prepared: Prepared, _: Sequence[Any]) -> Callable[..., Any]:
+        for why in prepared.notes:
+            self.record.note(why)
+        captured = Graph(prepared)
+        self.record.add(captured)
+
+        def call(*args: Any) -> Any:
+            self.local.runs += 1
+            self.local.rewritten += prepared.rewritten is not None
+            captured.runs += 1
+            if self.play is None or prepared.rewritten is None:
+                return self.as_captured(prepared, args)
+            return self.play(prepared, args)
+
+        return call
+
+
+def replanned(rewritten: Rewritten, options: PassOptions) -> Rewritten:
+    """The record of the same graph, rewritten under `options`.
+
+    The caller must be in the grad mode of the capture.
+    """
+    before = before_rewrite(rewritten)
+    setting = Setting(free_weights=True, own_kernels=rewritten.facts.own_kernels)
+    graph = Normalised(before, (), rewritten.fake_mode)
+    found = rewrite_normalised(graph, options, rewritten.low, setting, {})
+    # Bodies are found in `before` by identity, and the pass has put new bodies into it.
+    return replace(found, before=before)
+
+
+def before_rewrite(rewritten: Rewritten) -> fx.GraphModule:
+    """The graph before the rewrite, with bodies as they were before it."""
+    gm = compat.graph_module(rewritten.before, rewritten.before.graph)
+    gm.meta.update(rewritten.before.meta)
+    for name, child in rewritten.before.named_children():
+        for body in rewritten.bodies:
+            if child is body.gm:
+                setattr(gm, name, before_rewrite(body))
+    return gm

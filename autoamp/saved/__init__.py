@@ -1,1 +1,0 @@
-"""Reads reports back from files, and compares them."""

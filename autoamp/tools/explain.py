@@ -1,0 +1,60 @@
+"""`explain`: reports what `convert` would do, on this machine or on another device.
+
+A stand-in of the model is captured like a converted model.  The captured graphs go
+through the pass, and the call runs the graphs as they were captured, in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoamp.passes.decide.devices import Device, device_of, named_device
+from autoamp.printable import class_name
+from autoamp.report.report import Report
+from autoamp.report.reporting import report_of
+from autoamp.runtime.eligible import choose_precision, parameters_of
+from autoamp.runtime.examine import checked_model, examined, on_the_models_device
+from autoamp.runtime.kept import capture_now
+from autoamp.training.options import Options
+
+
+def explain_model(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    device: str | None = None,
+) -> Report:
+    """The report on what `convert` would do to `model`; see `autoamp.explain`.
+
+    Args:
+        args, kwargs: the arguments of one call.
+        device: the device to explain for, as for `named_device`; by default the
+            device of the model.
+
+    Raises:
+        UnsupportedModelError: `model` is not a module, or cannot be captured.
+        OptionError: `device` is unknown.
+    """
+    model = checked_model(model)
+    if device is None and any(p.is_meta for p in parameters_of(model)):
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    low, why_not = choose_precision(model, options, device)
+    label = class_name(model)
+    if low is None:
+        return Report(label, (), (), [(label, why_not)])
+    args, kwargs = on_the_models_device(model, (args, dict(kwargs)))
+    asked = None if device is None else named_device(device, low)
+    with examined(model, options, low, asked) as (twin, engine):
+        capture_now(twin, args, kwargs, weights=True)
+    return report_of(engine.record, model, (asked or _own_device(model, low)).name)
+
+
+def _own_device(model: nn.Module, low: torch.dtype) -> Device:
+    parameters = parameters_of(model)
+    here = parameters[0].device if parameters else torch.device("cpu")
+    return device_of(here, low)

@@ -1,0 +1,245 @@
+"""Writes the files of exported programs, whole or not at all, and reads them back."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import logging
+import os
+import re
+import shutil
+import sys
+import uuid
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoamp import compat
+from autoamp.errors import ExportError, OptionError
+from autoamp.passes.op_rows import SavedReport
+from autoamp.printable import printable_line
+from autoamp.tools import export_onnx as onnx_files
+from autoamp.tools.export_plan import Plan, check_program, plan_from, plan_kept_in
+from autoamp.tools.export_targets import SUFFIXES, Kind, Target, check_installed
+
+logger = logging.getLogger(__name__)
+
+Path_ = str | os.PathLike[str]
+
+
+def check_path(target: Target, out: Path_) -> Path:
+    """The file to write, with links followed.
+
+    Raises:
+        OptionError: no file can be written there.
+    """
+    suffix = SUFFIXES[target.kind]
+    shown = printable_line(repr(out), 300)
+    try:
+        path = Path(os.fspath(out)).resolve()
+        is_folder, has_folder = path.is_dir(), path.parent.is_dir()
+    except (TypeError, ValueError, OSError, RuntimeError) as error:
+        raise OptionError(f"out={shown} is not a file path: {error}") from None
+    if path.suffix != suffix:
+        raise OptionError(
+            f"out={shown}: the file for target={target.name!r} ends in {suffix}"
+        )
+    if is_folder:
+        raise OptionError(f"out={shown} is a folder; give the path of a file")
+    if not has_folder or not os.access(path.parent, os.W_OK):
+        raise OptionError(
+            f"out={shown}: no file can be written there. Pass a path in a folder that "
+            "exists and is writable"
+        )
+    return path
+
+
+def write(program: torch.export.ExportedProgram, target: Target, out: Path_) -> None:
+    """Writes the file of a program, with its plan in it, and reads it back.
+
+    Raises:
+        ExportError: the file cannot be made, or does not hold its plan; an older file
+            is left unchanged.  Or it cannot be written, as on a full disk.
+        OptionError: `out` is no path of a file.
+    """
+    path = check_path(target, out)
+    writers: dict[Kind, Callable[[torch.export.ExportedProgram, Path], None]] = {
+        "pt2": _save,
+        "aoti": _compile,
+        "onnx": partial(onnx_files.write, target),
+        "pte": _lower,
+    }
+    with _draft(path) as draft:
+        try:
+            writers[target.kind](program, draft)
+        except (ExportError, OSError):
+            raise
+        except Exception as error:
+            text = printable_line(f"{type(error).__name__}: {error}", 1500)
+            raise ExportError(
+                f"the file for target={target.name!r} cannot be made: {text}"
+            ) from error
+        opened(draft)
+    classes = plan_kept_in(program).classes
+    if classes and SUFFIXES[target.kind] == ".pt2":
+        modules = sorted({name.rpartition(".")[0] for name in classes})
+        logger.warning(
+            "autoamp: %s takes or returns %s: a process that loads it, by "
+            "torch.export.load too, has to import %s before",
+            *(path.name, ", ".join(classes), ", ".join(modules)),
+        )
+
+
+def load(path: Path_) -> Any:
+    """What a file holds, after a check against its plan; see `autoamp.load`."""
+    return opened(path)[0]
+
+
+def plan_in(path: Path_) -> tuple[Plan, SavedReport]:
+    """The plan in a file, after the same check, and its report."""
+    return opened(path)[1:]
+
+
+def opened(path: Path_) -> tuple[Any, Plan, SavedReport]:
+    """What a file holds, with its plan and its report.
+
+    Raises:
+        OptionError: the file cannot be read.
+        ExportError: it holds no plan, or not what its plan says.
+    """
+    shown = printable_line(str(path), 300)
+    try:
+        there, suffix = Path(path).is_file(), Path(path).suffix
+    except (OSError, ValueError, TypeError) as error:
+        raise OptionError(f"{shown}: cannot be read ({error})") from None
+    if not there:
+        raise OptionError(f"{shown}: there is no such file")
+    if suffix == SUFFIXES["onnx"]:
+        return onnx_files.opened(path, shown)
+    if suffix == SUFFIXES["pte"]:
+        return _opened_pte(path, shown)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except zipfile.BadZipFile:
+        raise OptionError(f"{shown}: it is no .pt2, .onnx or .pte file") from None
+    except OSError as error:
+        raise OptionError(f"{shown}: cannot be read ({error})") from None
+    try:
+        if any("/data/aotinductor/" in name for name in names):
+            package, note = compat.open_package(os.fspath(path))
+            return package, *plan_from(shown, note)
+        with warnings.catch_warnings():
+            # Torch 2.11 says so of the bytes that it has read itself, for reading only.
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            program = torch.export.load(path)
+    except ExportError:
+        raise
+    except Exception as error:
+        text = printable_line(f"{type(error).__name__}: {error}", 800)
+        kinds = _kinds_unknown_in(path)
+        hint = (
+            f" It takes or returns {', '.join(kinds)}: import the module that defines "
+            f"{'it' if len(kinds) == 1 else 'them'} before the file is loaded"
+        )
+        raise OptionError(
+            f"{shown}: torch cannot load it: {text}{hint if kinds else ''}"
+        ) from error
+    plan, report = plan_from(shown, compat.plan_in(program))
+    check_program(shown, plan, program)
+    return program, plan, report
+
+
+def _kinds_unknown_in(path: Path_) -> list[str]:
+    """The classes of arguments and results of a file that no module here defines."""
+    with zipfile.ZipFile(path) as archive:
+        models = [name for name in archive.namelist() if name.endswith(".json")]
+        text = b"".join(map(archive.read, models)).decode(errors="replace")
+    named = dict.fromkeys(re.findall(r'\\"type\\": \\"(\w[\w.]*\.\w+)\\"', text))
+    modules = {name: name.rpartition(".")[0] for name in named}
+    return [name for name, module in modules.items() if module not in sys.modules]
+
+
+def _save(program: torch.export.ExportedProgram, draft: Path) -> None:
+    held = io.BytesIO()  # torch's writer of files ends the process on a full disk
+    with warnings.catch_warnings():
+        # Torch warns of each weight with its channels last, and writes it all the same.
+        warnings.filterwarnings("ignore", "No complete tensor found")
+        torch.export.save(program, held)
+    draft.write_bytes(held.getbuffer())
+
+
+def _compile(program: torch.export.ExportedProgram, draft: Path) -> None:
+    note = {compat.PLAN_KEY: plan_kept_in(program).to_json()}
+    compat.compile_package(program, draft, note)
+
+
+@contextlib.contextmanager
+def _draft(path: Path) -> Iterator[Path]:
+    """A path in a new folder; what is written there takes the place of `path`.
+
+    A large ONNX model is two files, which carry their final names in the folder.
+    """
+    folder = path.with_name(f".autoamp.{uuid.uuid4().hex}")
+    try:
+        folder.mkdir()
+        yield folder / path.name
+        for each in sorted(folder.iterdir(), key=lambda p: p.name == path.name):
+            os.replace(each, path.with_name(each.name))
+    except OSError as error:
+        raise ExportError(
+            f"out={str(path)!r}: the file cannot be written there, and an older one "
+            f"is unchanged: {error.strerror or error}"
+        ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# -- ExecuTorch: the plan is a method that returns its JSON ----------------------------
+
+_MAGIC = b"ET"
+"""The identifier at byte 4 of a file begins so (ExecuTorch, schema/program.fbs)."""
+
+_METHOD = f"{compat.PLAN_KEY}_plan"
+
+
+def _lower(program: torch.export.ExportedProgram, draft: Path) -> None:
+    """Lowers a program to ExecuTorch, with XNNPACK's kernels where it has them."""
+    exir = importlib.import_module("executorch.exir")
+    xnnpack = importlib.import_module(
+        "executorch.backends.xnnpack.partition.xnnpack_partitioner"
+    )
+    lowered = exir.to_edge_transform_and_lower(
+        program,
+        partitioner=[xnnpack.XnnpackPartitioner()],
+        constant_methods={_METHOD: plan_kept_in(program).to_json()},
+    )
+    draft.write_bytes(lowered.to_executorch().buffer)
+
+
+def _opened_pte(path: Path_, shown: str) -> tuple[Any, Plan, SavedReport]:
+    """The program in a file for ExecuTorch's runtime, its plan and its report.
+
+    Raises:
+        ExportError: the file holds no plan, or ExecuTorch cannot load it.
+    """
+    check_installed("executorch", shown)
+    with open(path, "rb") as file:
+        head = file.read(8)
+    if head[4:6] != _MAGIC:  # which ends the process in ExecuTorch's runtime
+        raise ExportError(f"{shown}: it is no file of ExecuTorch's")
+    runtime = importlib.import_module("executorch.runtime").Runtime.get()
+    try:
+        program = runtime.load_program(Path(path))
+        has_plan = _METHOD in program.method_names
+        note = program.load_method(_METHOD).execute([])[0] if has_plan else None
+    except Exception as error:
+        text = printable_line(f"{type(error).__name__}: {error}", 300)
+        raise ExportError(f"{shown}: ExecuTorch cannot load it: {text}") from error
+    return program, *plan_from(shown, note)

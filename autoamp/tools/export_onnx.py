@@ -1,0 +1,152 @@
+"""ONNX files of exported programs: written by torch, checked by onnx.
+
+The plan of such a file is about ONNX's values: a value has the name of the node of the
+exported program that it stands for, or names that node in its metadata.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoamp import compat
+from autoamp.dtypes import parse_low_dtype, short_name
+from autoamp.errors import ExportError
+from autoamp.passes.op_rows import SavedReport
+from autoamp.printable import printable_line
+from autoamp.tools.export_plan import Plan, held_by, plan_from, plan_kept_in
+from autoamp.tools.export_targets import Target, check_installed
+
+_LARGE = 1 << 30
+"""Bytes of weights from which on they go to a second file; protobuf ends at 2 GiB."""
+
+_NODE = "pkg.torch.onnx.fx_node"
+"""The metadata in which torch's exporter names the node of the exported program."""
+
+
+def write(target: Target, program: torch.export.ExportedProgram, path: Path) -> None:
+    """Writes the ONNX file of a program, with the plan in its metadata.
+
+    Raises:
+        ExportError: onnx finds the model invalid.
+    """
+    import onnx
+
+    plan = plan_kept_in(program)
+    low = parse_low_dtype(plan.report.get("compute_dtype") or "")
+    opset = None if low is None else target.opsets.get(short_name(low))
+    made = compat.onnx_program(program, opset)
+    size = sum(t.numel() * t.element_size() for _, t in held_by(program))
+    made.save(os.fspath(path), external_data=size > _LARGE)
+    model = onnx.load(os.fspath(path), load_external_data=False)
+    own = _with_onnx_names(plan, model)
+    model.metadata_props.add(key=compat.PLAN_KEY, value=own.to_json())
+    path.write_bytes(model.SerializeToString())
+    try:
+        onnx.checker.check_model(os.fspath(path), full_check=True)
+    except Exception as error:
+        text = printable_line(str(error), 800)
+        raise ExportError(
+            f"torch's ONNX exporter made a model that onnx refuses: {text}. Keep the "
+            'op named there in fp32 (deny=["..."]), or try the other precision'
+        ) from error
+
+
+def opened(path: str | os.PathLike[str], shown: str) -> tuple[Any, Plan, SavedReport]:
+    """The ONNX model in a file, its plan and its report, after a check.
+
+    Raises:
+        ExportError: the file holds no plan, or other dtypes than planned.
+    """
+    check_installed("onnx", shown)
+    import onnx
+
+    try:
+        model = onnx.load(os.fspath(path), load_external_data=False)
+    except Exception as error:
+        text = printable_line(f"{type(error).__name__}: {error}", 300)
+        raise ExportError(f"{shown}: onnx cannot load it: {text}") from error
+    notes = {each.key: each.value for each in model.metadata_props}
+    plan, report = plan_from(shown, notes.get(compat.PLAN_KEY))
+    made = {name: (dtype,) for name, dtype, _ in _typed(_inferred(model, shown))}
+    plan.check(shown, "value", made, dict(_weights(model)))
+    return model, plan, report
+
+
+def _with_onnx_names(plan: Plan, model: Any) -> Plan:
+    """The plan about the values of an ONNX model, as torch's exporter typed them."""
+    nodes: dict[str, tuple[tuple[str, ...], str]] = {}
+    outside = {name for node in model.graph.node for name in node.output}
+    for name, dtype, node in _typed(model):
+        if name not in outside:  # no report has the ops of bodies by name
+            nodes[name] = ((dtype,), "")
+            continue
+        notes = {each.key: each.value for each in node.metadata_props}
+        of = re.match(r"%(\w+) ", notes.get(_NODE, ""))
+        known = plan.nodes.get(name) or plan.nodes.get(of[1] if of else "")
+        nodes[name] = ((dtype,), known[1] if known else "")
+    weights = {
+        name: (plan.weights.get(name, ("", ""))[0], dtype)
+        for name, dtype in _weights(model)
+    }
+    return replace(plan, nodes=nodes, weights=weights)
+
+
+def _inferred(model: Any, shown: str) -> Any:
+    """The model with all dtypes inferred anew from inputs, weights and attributes."""
+    import onnx
+
+    bare = onnx.ModelProto()
+    bare.CopyFrom(model)
+    for graph in _graphs(bare.graph):
+        del graph.value_info[:]
+    try:
+        return onnx.shape_inference.infer_shapes(bare, check_type=True)
+    except Exception as error:
+        text = printable_line(str(error), 500)
+        raise ExportError(f"{shown}: onnx refuses its types: {text}") from error
+
+
+def _typed(model: Any) -> Iterator[tuple[str, str, Any]]:
+    """The name and the dtype of each tensor that a node makes, and the node."""
+    for graph in _graphs(model.graph):
+        known = (*graph.value_info, *graph.output)
+        kinds = {each.name: each.type.tensor_type.elem_type for each in known}
+        for node in graph.node:
+            for name in node.output:
+                if kinds.get(name):  # none is known of a sequence
+                    yield name, _named(kinds[name]), node
+
+
+def _weights(model: Any) -> Iterator[tuple[str, str]]:
+    """The name and the dtype of each weight."""
+    for graph in _graphs(model.graph):
+        for each in graph.initializer:
+            yield each.name, _named(each.data_type)
+
+
+def _graphs(graph: Any) -> Iterator[Any]:
+    """A graph, and the bodies of its branches and loops, at any depth.
+
+    Torch's exporter gives each value of all of them a name of its own.
+    """
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            bodies = [attribute.g] if attribute.HasField("g") else attribute.graphs
+            for body in bodies:
+                yield from _graphs(body)
+
+
+def _named(number: int) -> str:
+    """The name of an element type as torch names it: 10 is "float16"."""
+    import onnx
+
+    name: str = onnx.TensorProto.DataType.Name(number).lower()
+    return {"float": "float32", "double": "float64"}.get(name, name)

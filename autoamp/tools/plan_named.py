@@ -1,0 +1,201 @@
+"""Models of transformers by name: a configuration, a type of model, a config.json."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoamp.errors import OptionError
+from autoamp.printable import class_name
+from autoamp.runtime.stand_in import Call
+from autoamp.tools.plan_step import said_by
+
+LIBRARY = "transformers"
+_LONGEST = 1024
+_FACTORY = (
+    "write a function that returns (model, args) and give its name, MODULE:FACTORY, or "
+    "call autoamp.plan(model, *args)"
+)
+_HEADS = (
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_MASKED_LM_MAPPING",
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+    "MODEL_MAPPING",
+)
+"""The tables of heads; the first table that knows a configuration gives the head."""
+
+
+def names_a_model(name: str) -> bool:
+    """Whether a name is for `named_model`, not a MODULE:FACTORY."""
+    return name.startswith(f"{LIBRARY}:") or name.endswith(".json")
+
+
+def named_model(
+    name: str, *, batch: int = 1, sequence: int | None = None, trains: bool = True
+) -> tuple[nn.Module, Call]:
+    """The model of a name, in fp32 on the meta device, and a call of it.
+
+    Raises:
+        OptionError: there is no such model, transformers is not installed, or the
+            inputs of the model cannot be made from its configuration.
+    """
+    if not names_a_model(name):
+        raise OptionError(
+            f"{name!r} names no model: write transformers:LlamaConfig(...), "
+            "transformers:gpt2 or the path of a config.json"
+        )
+    try:
+        import transformers
+    except ImportError:
+        raise OptionError(
+            f"{name}: transformers is not installed (pip install transformers)"
+        ) from None
+    config = (
+        _from_file(transformers, name)
+        if name.endswith(".json")
+        else _from_text(transformers, name.removeprefix(f"{LIBRARY}:"))
+    )
+    kind = _class_for(transformers, config, name)
+    config.dtype = torch.float32  # a config.json may name the dtype of a checkpoint
+    try:
+        with torch.device("meta"):
+            model = kind(config)
+            kwargs = _call(model, config, name, batch, sequence, trains=trains)
+    except OptionError:
+        raise
+    except Exception as error:
+        raise OptionError(
+            f"{name}: {kind.__name__} cannot be made: {said_by(error)}"
+        ) from error
+    return model.float(), ((), kwargs)
+
+
+def _from_text(library: Any, text: str) -> Any:
+    """The configuration of "LlamaConfig(hidden_size=64)" or of "llama"."""
+    called, arguments = _parsed(text)
+    if called.endswith("Config"):
+        kind = getattr(library, called, None)
+        if not _is_class(kind, library.PreTrainedConfig):
+            raise OptionError(f"transformers has no configuration {called}")
+    elif called in library.CONFIG_MAPPING:
+        kind = library.CONFIG_MAPPING[called]
+    else:
+        raise OptionError(
+            f"transformers has no type of model {called!r}: give one of its "
+            "configurations, such as LlamaConfig(), or a type such as gpt2"
+        )
+    return _made(kind, arguments, text)
+
+
+def _is_class(kind: Any, base: type) -> bool:
+    return isinstance(kind, type) and issubclass(kind, base)
+
+
+def _parsed(text: str) -> tuple[str, dict[str, Any]]:
+    """A name, and the literal keyword arguments after it; nothing is evaluated."""
+    if "(" not in text:
+        return text.strip(), {}  # a type of model may hold a "-"
+    try:
+        tree: Any = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        tree = None
+    is_call = isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name)
+    if not is_call or tree.args or not all(each.arg for each in tree.keywords):
+        raise OptionError(
+            f"{text!r}: write a name, or a name with keywords, as LlamaConfig(a=1)"
+        )
+    found = {}
+    for each in tree.keywords:
+        try:
+            found[each.arg] = ast.literal_eval(each.value)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            raise OptionError(
+                f"{text!r}: {each.arg}={ast.unparse(each.value)} is no literal: give a "
+                "number, a string, True, False, None, or a list or dict of literals"
+            ) from None
+    return tree.func.id, found
+
+
+def _from_file(library: Any, path: str) -> Any:
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OptionError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise OptionError(f"{path} is no JSON: {error}") from None
+    kind = data.get("model_type") if isinstance(data, dict) else None
+    if kind not in library.CONFIG_MAPPING:
+        raise OptionError(
+            f"{path}: model_type is {kind!r}, which transformers "
+            f"{library.__version__} does not know; {_FACTORY}"
+        )
+    rest = {key: value for key, value in data.items() if key != "model_type"}
+    rest.pop("quantization_config", None)  # the plan is for the model in fp32
+    return _made(library.CONFIG_MAPPING[kind], rest, path)
+
+
+def _made(kind: Any, arguments: dict[str, Any], name: str) -> Any:
+    try:
+        return kind(**arguments)
+    except Exception as error:
+        raise OptionError(
+            f"{name}: {kind.__name__} refuses these arguments: {said_by(error)}"
+        ) from error
+
+
+def _class_for(library: Any, config: Any, name: str) -> Any:
+    """The class that a configuration names, or the first head that fits."""
+    for each in config.architectures or ():
+        kind = getattr(library, each, None)
+        if _is_class(kind, nn.Module):
+            return kind
+    for table in _HEADS:
+        mapping = getattr(library, table, {})
+        if type(config) in mapping:
+            kind = mapping[type(config)]
+            return kind[0] if isinstance(kind, tuple) else kind
+    raise OptionError(
+        f"{name}: transformers has no model for {class_name(config)}; {_FACTORY}"
+    )
+
+
+def _call(
+    model: Any,
+    config: Any,
+    name: str,
+    batch: int,
+    sequence: int | None,
+    *,
+    trains: bool,
+) -> dict[str, Any]:
+    """The keyword arguments of a call; with labels if the head computes a loss."""
+    main, side = model.main_input_name, getattr(config, "image_size", None)
+    if main == "input_ids":
+        longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+        length = sequence or min(longest or _LONGEST, _LONGEST)
+        ids = torch.zeros(batch, length, dtype=torch.long, device="cpu")
+        call, labels = {"input_ids": ids}, torch.zeros_like(ids)
+        if getattr(config, "is_encoder_decoder", False):
+            call["decoder_input_ids"] = torch.zeros_like(ids)
+    elif main == "pixel_values" and isinstance(side, int):
+        if sequence is not None:
+            raise OptionError(
+                f"{name}: {class_name(model)} takes images; leave out the sequence"
+            )
+        shape = batch, getattr(config, "num_channels", 3), side, side
+        call = {main: torch.zeros(shape, dtype=torch.float32, device="cpu")}
+        labels = torch.zeros(batch, dtype=torch.long, device="cpu")
+    else:
+        raise OptionError(
+            f"{name}: {class_name(model)} takes {main}, whose shape is not in its "
+            f"configuration; {_FACTORY}"
+        )
+    labelled = "labels" in inspect.signature(model.forward).parameters
+    return {**call, "labels": labels} if labelled and trains else call

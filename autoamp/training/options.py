@@ -1,0 +1,99 @@
+"""The options of `convert`: those of the passes, and those of calls and training."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from autoamp import compat
+from autoamp.dtypes import UNSCALED
+from autoamp.errors import OptionError
+from autoamp.messages import log_once
+from autoamp.passes.op_rows import SavedReport
+from autoamp.passes.options import PassOptions, choice, names_of, switch
+from autoamp.passes.saved import load
+from autoamp.training.scale import LOSS_SCALES, resolve_loss_scale
+
+logger = logging.getLogger(__name__)
+
+WEIGHT_COPIES = ("kept", "every call")
+MASTERS = ("fp32", "off")
+
+
+@dataclass(frozen=True)
+class Options(PassOptions):
+    """The options a user chose, with the names and defaults of `autoamp.convert`.
+
+    Attributes:
+        lock: the report that placements must match; a path is read at once.
+        record: the folder of snapshots, or None.
+        unmet: the patterns of `keep` that have matched no model yet, if the options are
+            for all models of a process.  Only `enable` sets this field.
+
+    Raises:
+        OptionError: a value is unusable; the message lists the valid values.
+        LossScaleError: `loss_scale` is unusable.
+        RulesError: `rules` or an op name is unusable.
+    """
+
+    loss_scale: Any = "auto"
+    weight_copies: str = "kept"
+    masters: str = "fp32"
+    lock: SavedReport | str | os.PathLike[str] | None = None
+    heal: bool = False
+    guard: bool = True
+    record: str | os.PathLike[str] | None = None
+    unmet: set[str] | None = dataclasses.field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        choice("weight_copies", self.weight_copies, WEIGHT_COPIES)
+        choice("masters", self.masters, MASTERS)
+        switch("heal", self.heal)
+        switch("guard", self.guard)
+        if not (isinstance(self.loss_scale, str) and self.loss_scale in LOSS_SCALES):
+            resolve_loss_scale(self.loss_scale, UNSCALED)  # any dtype will do
+        object.__setattr__(self, "lock", _report(self.lock))
+        if self.record is not None and not isinstance(self.record, str | os.PathLike):
+            raise OptionError(f"record={self.record!r} is not the path of a folder")
+
+    @property
+    def locked(self) -> SavedReport | None:
+        """The report that placements must match, or None."""
+        return self.lock if isinstance(self.lock, SavedReport) else None
+
+    def compiled_by(self, backend: Callable[..., Any]) -> Options:
+        """The options for a compilation of the user's own, by another back end."""
+        changes: dict[str, Any] = {"backend": backend}
+        if self.exact_casts and not compat.is_inductor(backend):
+            log_once(
+                logger,
+                logging.WARNING,
+                f"autoamp: {self.advice('exact_casts', True)} is for inductor; another "
+                f"compiler ({backend!r}) rounds as it likes",
+            )
+            changes["exact_casts"] = False
+        return self.replace(**changes)
+
+
+OPTION_NAMES = names_of(Options)
+"""The options that a caller may give."""
+
+FOR_MODELS = frozenset(OPTION_NAMES) - frozenset(names_of(PassOptions))
+"""The options that the passes alone do not take."""
+
+
+def _report(value: Any) -> SavedReport | None:
+    """The report that `lock` names; later changes of the file have no effect."""
+    if value is None or isinstance(value, SavedReport):
+        return value
+    if not isinstance(value, str | os.PathLike):
+        raise OptionError(f"lock={value!r} is not the path of a saved report")
+    try:
+        return load(value)
+    except OptionError as error:
+        raise OptionError(f"lock={str(value)!r}: {error}") from None

@@ -1,0 +1,351 @@
+"""Low-precision copies of weights: made once, refreshed when the weight changed.
+
+The user's fp32 parameter stays the master.  A rewritten graph gets the copy as an extra
+argument, looked up at run time by the parameter that the graph is called with, because
+deep copies of a model share graphs, not weights.
+
+Beside each copy lives a *sentinel*, a copy-on-write clone of the weight.  While the
+sentinel lives, any write to the weight, through any tensor, moves the weight's data to
+a new address.  So the copy is kept exactly until the next write: in training, over all
+micro-batches of a step.  The move costs a copy of the weight; `before_write` saves the
+cost where a write is announced.  A weight whose memory other code may point to has no
+sentinel, and neither has a copy that every step makes stale (`OnceAStep`).
+
+A stale copy is refreshed in place, unless it is held by a graph whose backward has
+still to run, or by a call in another thread.  Then the holder keeps the old memory as
+it is, and the copy gets new memory.  (The backward of such a graph raises where eager
+PyTorch's would: where the weight itself was written to, and not its `.data`.)
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from autoamp import compat
+from autoamp.training.sentinels import (
+    AS_THE_WEIGHT,
+    CHANCES,
+    COPIES,
+    PLANS,
+    STEADY,
+    Copy,
+    OnceAStep,
+    Stale,
+    Steady,
+    copies_of,
+    drop,
+    key_of,
+    may_watch,
+    note_a_write,
+    note_captured,
+    refresh,
+)
+from autoamp.training.shards import SHARDED
+
+_MOST_PLANS = 64
+"""So many plans are kept: more than a program has optimizers."""
+
+# One thread refreshes at a time, so that a second thread sees the versions that the
+# first thread has moved.
+_lock = threading.Lock()
+
+
+class WeightCopies:
+    """The copies one graph needs, fresh at every call.
+
+    Attributes:
+        layouts: the memory format of each copy; empty if each copy lies as its weight.
+        kept: whether a copy is kept until its weight is written to; if not, each call
+            refreshes all copies, and no weight has a sentinel.
+        refreshed: how often a copy was made equal to its weight so far.
+        unwatched: how many weights had no sentinel after the last call that looked at
+            each weight: the next call copies these weights again.
+    """
+
+    def __init__(
+        self,
+        low: torch.dtype,
+        *,
+        kept: bool = True,
+        layouts: Sequence[torch.memory_format] = (),
+    ) -> None:
+        self.low = low
+        self.layouts = layouts
+        self.kept = kept
+        self.refreshed = 0
+        self.unwatched = 0
+        self._once_a_step: OnceAStep | None = None
+        weakref.finalize(self, STEADY.pop, id(self), None)
+
+    def fresh(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Up-to-date copies of `weights` (fp32, any shapes) in the low dtype.
+
+        Stale copies are refreshed by one multi-tensor copy.  Memory that was handed out
+        before is not written to while other code may still read it.
+        """
+        addresses = compat.data_addresses(weights)
+        group = self._once_a_step
+        if (
+            group is not None
+            and group.may_refresh(addresses)
+            and not _aside(group.devices)
+        ):
+            with _lock, torch.no_grad():
+                lows = group.refresh(weights)
+            if lows:
+                self.refreshed += group.count
+                return lows
+        steady = STEADY.get(id(self))
+        if (
+            steady is not None
+            and addresses == steady.addresses
+            and (steady.trainer == threading.get_ident() or not torch.is_grad_enabled())
+            and not _aside(steady.devices)
+        ):
+            return steady.give_again()
+        del steady  # its references would make the copies look held: `Copy.is_held`
+        recording = torch.is_grad_enabled()
+        # A copy made under inference_mode could not be saved for a backward.
+        with _no_inference_mode(), torch.no_grad():
+            if SHARDED:
+                return self._of_shards(weights, recording)
+            return self._checked(weights, self.layouts, recording)
+
+    def _of_shards(
+        self, weights: Sequence[torch.Tensor], recording: bool
+    ) -> list[torch.Tensor]:
+        """The same as `fresh`, where FSDP has sharded some of the weights.
+
+        A sharded weight is whole for one forward or backward only, and so is its copy:
+        if copies were kept, every rank would hold a whole model.
+        """
+        layouts = self.layouts or (AS_THE_WEIGHT,) * len(weights)
+        pairs = [*zip(weights, layouts, strict=True)]
+        shards = [SHARDED.of(weight) for weight in weights]
+        own = [pair for pair, s in zip(pairs, shards, strict=True) if s is None]
+        lows = iter(self._checked([w for w, _ in own], [f for _, f in own], recording))
+        found = []
+        for (weight, layout), shard in zip(pairs, shards, strict=True):
+            if shard is None:
+                found.append(next(lows))
+            else:
+                found.append(shard.copy(weight, self.low, layout))
+        return found
+
+    def _checked(
+        self,
+        weights: Sequence[torch.Tensor],
+        formats: Sequence[torch.memory_format],
+        recording: bool,
+    ) -> list[torch.Tensor]:
+        """The same as `fresh`, but looks at each weight by itself."""
+        devices = {weight.device for weight in weights}
+        aside = _aside(devices)
+        if aside and _capturing():
+            return self._for_cuda_graph(weights)
+        layouts = formats or (AS_THE_WEIGHT,) * len(weights)
+        copies = [*map(self._find, weights, layouts)]
+        stale: list[Stale] = []
+        with _lock:
+            for copy, weight in zip(copies, weights, strict=True):
+                training = recording and weight.requires_grad
+                copy.look_alone()
+                note_a_write(copy, weight)
+                watch = self.kept and not aside and may_watch(copy, training)
+                if not watch:
+                    drop(weight, copies_of(weight))
+                if copy.sentinel is None:
+                    stale.append(Stale(copy, weight, watch, training))
+                else:
+                    copy.again = True
+            once = bool(stale) and all(each.is_needed_once for each in stale)
+            if stale:
+                self.refreshed += len(stale)
+                refresh([s._replace(watch=False) for s in stale] if once else stale)
+            if once:
+                addresses = compat.data_addresses(weights)
+                self._once_a_step = OnceAStep(copies, stale, addresses, devices)
+                self.unwatched = 0
+                return [copy.low for copy in copies]
+            lows = [copy.low for copy in copies]
+            self.unwatched = sum(s.copy.sentinel is None for s in stale)
+            if not self.unwatched:
+                trainer = threading.get_ident() if recording else None
+                seen = [copy.address for copy in copies]
+                STEADY[id(self)] = Steady(seen, copies, lows, trainer, devices)
+        return lows
+
+    def _find(self, weight: torch.Tensor, layout: torch.memory_format) -> Copy:
+        """The copy of a weight; a new copy where the weight has none of its layout.
+
+        The copy may have been made for a freed weight that had the same `id`.  This
+        does no harm: a copy without a sentinel is refreshed, and a sentinel is valid
+        for one address only.
+        """
+        store, key = COPIES[self.low], key_of(weight, layout)
+        copy = store.get(key)
+        # `p.data = other` may change shape, strides or device of the same object.
+        if copy is None or not _is_laid_out(copy.low, weight, layout):
+            if copy is not None:
+                copy.look_alone()
+            copy = store[key] = Copy(weight, self.low, layout)
+            PLANS.clear()
+        return copy
+
+    def _for_cuda_graph(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies in the memory of the CUDA graph that is being captured.
+
+        Each replay of the CUDA graph writes the copies again, from the addresses that
+        the weights have now.
+        """
+        with _lock:
+            layouts = self.layouts or (AS_THE_WEIGHT,) * len(weights)
+            lows = [
+                torch.empty_like(w.detach(), dtype=self.low, memory_format=layout)
+                for w, layout in zip(weights, layouts, strict=True)
+            ]
+            compat.copy_all(lows, weights)
+            note_captured(weights)
+        self.refreshed += len(lows)
+        return lows
+
+
+class MeshedCopies(WeightCopies):
+    """The copies of one graph, some of whose weights are DTensors.
+
+    The memory that a rank holds of a DTensor is a plain tensor, whose copy is made as
+    any weight's is, and is then put on the mesh as the weight is.  Where gradients are
+    recorded, that memory is copied at every call: a weight that is trained is written
+    to after every call, and a sentinel would cost a copy of the weight at each write.
+    """
+
+    def __init__(
+        self,
+        low: torch.dtype,
+        *,
+        kept: bool = True,
+        layouts: Sequence[torch.memory_format] = (),
+    ) -> None:
+        super().__init__(low, kept=kept, layouts=layouts)
+        self._kept = WeightCopies(low, kept=kept)
+
+    def fresh(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Up-to-date copies; the copy of a DTensor is one with the same placements."""
+        meshed = [w for w in weights if compat.is_distributed(w)]
+        plain = [w for w in weights if not compat.is_distributed(w)]
+        held = [compat.own_memory(w) for w in meshed]
+        if torch.is_grad_enabled():
+            lows = self._anew(held)
+        else:
+            lows = self._kept.fresh(held)
+        with torch.no_grad():
+            made = map(compat.with_memory, meshed, lows)
+            others = iter(super().fresh(plain) if plain else ())
+            return [
+                next(made) if compat.is_distributed(w) else next(others)
+                for w in weights
+            ]
+
+    def _anew(self, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies in new memory, by one multi-tensor copy."""
+        with torch.inference_mode(False), torch.no_grad():
+            lows = [torch.empty_like(each, dtype=self.low) for each in held]
+            compat.copy_all(lows, held)
+        self.refreshed += len(lows)
+        return lows
+
+
+def _is_laid_out(
+    low: torch.Tensor, weight: torch.Tensor, layout: torch.memory_format
+) -> bool:
+    """Whether a copy has the shape and device of `weight`, and the layout `layout`."""
+    if low.shape != weight.shape or low.device != weight.device:
+        return False
+    if layout is AS_THE_WEIGHT and low.stride() == weight.stride():
+        return True
+    like = torch.empty_like(weight, device="meta", memory_format=layout)
+    return low.stride() == like.stride()
+
+
+def before_write(parameters: Iterable[torch.Tensor]) -> None:
+    """Announces that a step is about to write to `parameters`, which saves a copy.
+
+    Trained parameters lose their sentinels, so that the write does not move their data;
+    the next call that needs their copies refreshes the copies.  Frozen parameters keep
+    their sentinels: a step does not write to them, and any other write is still seen.
+    """
+    if not any(COPIES.values()):
+        return
+    parameters = [*parameters]
+    with _lock:
+        if _capturing():  # the graph's replays will not be announced
+            note_captured(parameters)
+            return
+        ids = tuple(map(id, parameters))
+        plan = PLANS.get(ids)
+        if plan is None:
+            PLANS[ids] = plan = _plan(parameters)
+        groups, others = plan
+        for group in groups:
+            group.announced = True
+        for at in others:
+            _announce(parameters[at])
+
+
+def _plan(weights: Sequence[torch.Tensor]) -> tuple[set[OnceAStep], list[int]]:
+    """What a write to `weights` is announced to: see `PLANS`."""
+    if len(PLANS) >= _MOST_PLANS:
+        PLANS.clear()
+    groups: set[OnceAStep] = set()
+    others: list[int] = []
+    for at, weight in enumerate(weights):
+        copies = copies_of(weight)
+        found = [c.once_a_step for c in copies if c.once_a_step is not None]
+        groups.update(found)
+        if len(found) < len(copies):
+            others.append(at)
+    return groups, others
+
+
+def _announce(weight: torch.Tensor) -> None:
+    """Announces a write to one weight to those of its copies that are by themselves."""
+    copies = copies_of(weight)
+    for copy in copies:
+        note_a_write(copy, weight)
+        copy.steps = 0 if copy.again else copy.steps + 1
+        if copy.sentinel is None:
+            copy.chances = copy.chances or 1
+        elif weight.requires_grad:
+            copy.chances = CHANCES
+            drop(weight, copies)
+
+
+def _capturing() -> bool:
+    """Whether a CUDA graph is being captured."""
+    cuda = torch.cuda
+    return cuda.is_initialized() and cuda.is_current_stream_capturing()
+
+
+def _aside(devices: Iterable[torch.device]) -> bool:
+    """Whether the current stream of one of `devices`, a GPU, is not its default one.
+
+    On another stream a weight has no sentinel: a lazy clone is always made real on the
+    default stream, and a CUDA graph, captured on another stream, holds addresses.
+    """
+    return any(
+        device.type == "cuda"
+        and torch.cuda.current_stream(device) != torch.cuda.default_stream(device)
+        for device in devices
+    )
+
+
+def _no_inference_mode() -> AbstractContextManager[object]:
+    """A region in which tensors made or written to can be saved for a backward."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(False)
+    return nullcontext()
