@@ -104,7 +104,7 @@ $(VENV)/.executorch: $(VENV)/.ready
 	@touch $@
 
 test-executorch: $(VENV)/.executorch ## Files for ExecuTorch, written and run by it
-	PYTHONPATH=$(CURDIR) $(VENV)-executorch/bin/python -m pytest tests/exported/test_executorch.py
+	PYTHONPATH=$(CURDIR) $(VENV)-executorch/bin/python -m pytest tests/tools/export/test_executorch.py
 
 test-oldest: $(OLDEST_VENV)/.ready ## The quick tests under the oldest torch that is allowed
 	$(OLDEST_BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"

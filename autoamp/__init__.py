@@ -4,13 +4,18 @@ The public names are listed in `__all__`; everything else may change.
 """
 
 from autoamp.api import (
+    bench,
+    compare,
     convert,
+    explain,
     export,
+    find_overflow,
     is_converted,
     load,
     report,
     revert,
     rewrite,
+    tune,
 )
 from autoamp.auto.switch import disable, enable
 from autoamp.errors import (
@@ -28,7 +33,6 @@ from autoamp.errors import (
     VerificationError,
 )
 from autoamp.passes.rules import Rules
-from autoamp.questions import bench, compare, explain, find_overflow, tune
 from autoamp.report.figures import LossScaleReport
 from autoamp.report.frontier import Frontier
 from autoamp.report.report import Report

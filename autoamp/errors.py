@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autoamp.printable import printable
+from autoamp.messages import printable
 
 _MOST = 4000
 """The most characters that a message shows."""

@@ -29,14 +29,14 @@ def compare(
       autoamp compare models.resnet:example --precision bf16
       autoamp compare models.resnet:example --tolerance 1e-3 --to-rules keep.toml
     """
-    from autoamp import questions
+    from autoamp import api
     from autoamp_cli.factory import made_by
 
     if to_rules and tolerance is None:
         raise click.UsageError("--to-rules needs --tolerance")
     with asking(factory):
         made = made_by(factory)
-        found = questions.compare(
+        found = api.compare(
             made.model,
             *made.args,
             options=convert_options(given),

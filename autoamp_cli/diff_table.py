@@ -9,10 +9,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autoamp.messages import counted, printable_line
 from autoamp.passes.op_rows import CastRow, OpRow
 from autoamp.passes.saved_diff import Change, Diff
-from autoamp.printable import printable_line
-from autoamp.words import counted
 
 _Rows = tuple[str, Sequence[Any], Sequence[str], Callable[[Any], Sequence[str]]]
 """The title of a table, its entries, its columns, and the cells of an entry."""

@@ -33,7 +33,7 @@ def env() -> None:
 def _variables() -> list[str]:
     from autoamp.auto import environment
     from autoamp.errors import AutoampError
-    from autoamp.printable import printable_line
+    from autoamp.messages import printable_line
 
     given = sorted(k for k in os.environ if k.startswith("AUTOAMP_"))
     lines = [f"{printable_line(name)}={os.environ[name]!r}" for name in given]

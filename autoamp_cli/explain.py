@@ -52,7 +52,7 @@ def explain(
       autoamp explain models.resnet:example --dot - | dot -Tsvg > resnet.svg
       autoamp explain transformers:llama --mesh dp=16,tp=8,pp=4 --device cuda:sm_90
     """
-    from autoamp import questions
+    from autoamp import api
     from autoamp_cli.factory import made_by
 
     mesh = mesh_options(given)
@@ -64,7 +64,7 @@ def explain(
         return
     with asking(factory):
         made = made_by(factory)
-        report = questions.explain(
+        report = api.explain(
             made.model, *made.args, options=options, device=device, **made.kwargs
         )
         written = (

@@ -78,7 +78,7 @@ def function_of(name: str) -> Callable[..., Any]:
 
 def told(error: BaseException) -> str:
     """An error on one line, with the user's innermost line that raised it."""
-    from autoamp.printable import printable_line
+    from autoamp.messages import printable_line
 
     text = printable_line(f"{type(error).__name__}: {error}", 1000)
     frames = [

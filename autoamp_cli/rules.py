@@ -72,8 +72,8 @@ def check(file: str) -> None:
       autoamp rules check my_rules.toml
     """
     from autoamp.errors import RulesError
+    from autoamp.messages import printable_line
     from autoamp.passes.rules.parse import check as faults_of
-    from autoamp.printable import printable_line
 
     try:
         faults, count = faults_of(Path(file))
@@ -100,11 +100,11 @@ def why(op: str, precision: str | None) -> None:
       autoamp rules why softmax
       autoamp rules why aten::sum.dim_IntList --precision fp16
     """
+    from autoamp.messages import printable_line
     from autoamp.passes.op_names import exists, parse_op_name
     from autoamp.passes.rules import Rules
     from autoamp.passes.rules.model import builtin_path
     from autoamp.passes.rules.parse import unknown_op
-    from autoamp.printable import printable_line
 
     key = parse_op_name(op)
     if not exists(key):

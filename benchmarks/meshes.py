@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 import autoamp
-from autoamp.words import bytes_text, seconds_text
+from autoamp.messages import bytes_text, seconds_text
 
 from . import report
 from .processes import ModelTable, Row, commits, failures, new_row

@@ -35,8 +35,12 @@ from . import report
 from .mutants import Mutant, mutants, put_in_place, watch
 from .report import ROOT
 
-LAYERS = ("autoamp/place", "autoamp/rewrite", "autoamp/check", "autoamp/pipeline")
-TESTS = ("tests/place", "tests/rewrite", "tests/check", "tests/pipeline")
+LAYERS = (
+    "autoamp/passes/decide",
+    "autoamp/passes/write",
+    "autoamp/passes/check",
+)
+TESTS = ("tests/passes", "tests/table")
 """The folders of the tests whose subject these layers are."""
 
 JUDGED = Path(__file__).parent / "survivors.toml"

@@ -151,7 +151,7 @@ def fixed_seed() -> None:
 @pytest.fixture(autouse=True)
 def reports_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of a report that cannot be made is an error, which users only read of."""
-    monkeypatch.setattr("autoamp.words.CAUGHT", ())
+    monkeypatch.setattr("autoamp.messages.CAUGHT", ())
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """Texts that are kept beside their tests, and written anew by one flag.
 
-`REWRITE_GOLDEN=1 pytest tests/pipeline/test_each_pass.py` writes what is said now;
+`REWRITE_GOLDEN=1 pytest tests/passes/test_each_pass.py` writes what is said now;
 `git diff` shows what has changed.
 """
 

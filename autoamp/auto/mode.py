@@ -16,8 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autoamp import compat
 from autoamp.auto.environment import Settings
 from autoamp.auto.report_dir import Recorder
-from autoamp.messages import log_left_to_autocast, log_once
-from autoamp.printable import class_name, printable
+from autoamp.messages import class_name, log_left_to_autocast, log_once, printable
 from autoamp.runtime.children import caller_of, choose, inside, is_aside
 from autoamp.runtime.compile_backend import GraphBackend
 from autoamp.runtime.conversion import conversion_of, disown, models_of

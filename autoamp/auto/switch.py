@@ -21,7 +21,7 @@ from autoamp import compat
 from autoamp.auto import environment
 from autoamp.auto.environment import Settings
 from autoamp.auto.mode import AutomaticMode
-from autoamp.printable import printable_line
+from autoamp.messages import printable_line
 from autoamp.runtime.compile_backend import GraphBackend
 from autoamp.runtime.program import inside_a_call, under_compilation
 from autoamp.training import foreign

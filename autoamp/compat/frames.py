@@ -17,7 +17,7 @@ import torch._dynamo.types
 from torch import nn
 from torch._dynamo.utils import counters
 
-from autoamp.printable import printable_line
+from autoamp.messages import printable_line
 
 ConvertFrameReturn: Any = torch._dynamo.types.ConvertFrameReturn
 """Made without arguments, it has Dynamo leave a frame, now and later, to Python."""

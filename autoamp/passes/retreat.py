@@ -12,7 +12,7 @@ from collections.abc import Collection
 from torch import fx
 
 from autoamp.errors import AutoampError
-from autoamp.printable import printable_line
+from autoamp.messages import printable_line
 
 RETRIES = 4
 """How often a pass is run again at most."""

@@ -10,6 +10,7 @@ from functools import cached_property
 from torch import fx
 
 from autoamp.dtypes import HIGH_DTYPE, short_name
+from autoamp.messages import portable, portable_place
 from autoamp.passes.decide.assign import (
     COSTS_CASTS,
     GAINS_NOTHING,
@@ -28,7 +29,6 @@ from autoamp.passes.see.nodes import KERNEL
 from autoamp.passes.see.regions import LOWERED_BODY
 from autoamp.passes.write.emitted import CAST_KIND
 from autoamp.passes.write.for_compilers import CAST_FATE, EXACT_CASTS
-from autoamp.words import portable, portable_place
 
 OURS, ALL_FP32 = "ours", "all fp32"
 

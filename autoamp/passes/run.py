@@ -17,6 +17,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.errors import CaptureError
+from autoamp.messages import printable_line
 from autoamp.passes.check.checks import Checks
 from autoamp.passes.functions import checkpoint_as_python_does
 from autoamp.passes.list import PASSES, Pass, Phase, takes_our_ops
@@ -30,7 +31,6 @@ from autoamp.passes.see.regions import BODY_LEFT, BODY_RECORDS, LOWERED_BODY
 from autoamp.passes.write.for_compilers import casts_to_read, note_casts
 from autoamp.passes.write.hoist_weight_casts import read_wide
 from autoamp.passes.write.scale_edge import scale_inputs
-from autoamp.printable import printable_line
 
 _ANYWHERE = Setting()
 

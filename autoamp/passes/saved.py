@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.errors import OptionError
+from autoamp.messages import printable_line
 from autoamp.passes.op_rows import (
     FP32,
     SCHEMA,
@@ -23,7 +24,6 @@ from autoamp.passes.op_rows import (
     SavedGraph,
     SavedReport,
 )
-from autoamp.printable import printable_line
 
 MAX_BYTES = 1 << 28
 """The most bytes of a report that is read: about 400,000 ops."""

@@ -2,7 +2,7 @@
 
 A cast of the forward is a node.  A cast of the backward is not: autograd makes it where
 the dtype of a gradient is not the dtype of the gradient's value.  The rules below say
-where; `tests/inspect/test_cast_counts.py` compares them with casts counted at torch's
+where; `tests/report/test_cast_counts.py` compares them with casts counted at torch's
 dispatcher while the models of the tests run.
 
 The kernels of inductor compute in fp32.  A cast down and the ops that read the cast may
@@ -20,6 +20,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
+from autoamp.messages import bytes_text, counted
 from autoamp.passes.functions import (
     LEAF_FUNCTIONS,
     WITH_FP32_STATE,
@@ -34,7 +35,6 @@ from autoamp.passes.see.facts import Facts
 from autoamp.passes.see.nodes import tensors_of
 from autoamp.passes.write.emitted import CAST_KIND, TOGETHER, USES, WEIGHT_PATH
 from autoamp.passes.write.layouts import LAST
-from autoamp.words import bytes_text, counted
 
 _CASTS = {torch.ops.aten._to_copy.default, saturating_cast, scaled_result}
 _RECURRENT = frozenset(WITH_FP32_STATE.values())

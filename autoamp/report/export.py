@@ -14,13 +14,13 @@ import torch
 from torch import fx
 
 from autoamp.dtypes import LOW_DTYPES, short_name
+from autoamp.messages import attempt, portable, portable_place
 from autoamp.passes.decide.devices import NEUTRAL, figures_of
 from autoamp.passes.op_rows import FP32, SCHEMA, VERSION, OpRow
 from autoamp.passes.rows import Section, portable_row, target_name
 from autoamp.passes.see.nodes import tensors_of
 from autoamp.passes.write.emitted import is_use
 from autoamp.report.figures import Document
-from autoamp.words import attempt, portable, portable_place
 
 _COLOURS = {FP32: "#f4c7a1", **dict.fromkeys(LOW_DTYPES, "#a9cdf0")}
 _CAST_COLOUR = "#e3e3e3"

@@ -18,6 +18,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE, NARROWEST, rounding, short_name
+from autoamp.messages import bytes_text, not_captured, op_title, seconds_text
 from autoamp.passes.decide.cost import (
     TRAINING_FACTOR,
     UNIT_NS,
@@ -36,7 +37,6 @@ from autoamp.passes.rules import family
 from autoamp.passes.see.facts import NodeFacts
 from autoamp.report.casts import CastCounts, cast_counts
 from autoamp.report.frontier import Frontier
-from autoamp.words import not_captured, op_title
 
 SECONDS = UNIT_NS * 1e-9
 """A unit of prices in seconds."""
@@ -132,7 +132,7 @@ class TimeOfClass:
 class Prediction:
     """Predicted times of one run of all graphs, forward, and backward where recorded.
 
-    The price model of `passes/decide/cost.py` gives each op a launch plus the larger of bytes
+    The price model of `decide/cost.py` gives each op a launch plus the larger of bytes
     over bandwidth and flops over peak.  Work outside of graphs (the optimizer's step,
     the loading of data) does not count; a loop's body counts as run once.
 
@@ -869,3 +869,11 @@ class Document:
         return {
             name: sum(costs.regret[name] for costs in self.costs) for name in POLICIES
         }
+
+
+def amount(units: int, in_bytes: bool, *, signed: bool = False) -> str:
+    """Prices as text: `1.25 ms`, `+310 ns`, `4.1 kB`."""
+    sign = "-" if units < 0 else "+" if signed else ""
+    size = abs(units)
+    text = bytes_text(size) if in_bytes else seconds_text(size * SECONDS)
+    return f"{sign}{text}"

@@ -9,7 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import fx
 
-from autoamp.messages import advice
+from autoamp.messages import (
+    CANNOT_PAY,
+    advice,
+    bytes_text,
+    counted,
+    not_captured,
+    one_name,
+    op_title,
+    seconds_text,
+)
 from autoamp.passes.decide.pins import kept_by
 from autoamp.passes.functions import laid_out
 from autoamp.passes.op_rows import OpRow
@@ -27,15 +36,6 @@ from autoamp.report.figures import (
     WeightRow,
 )
 from autoamp.report.why import remedy_for
-from autoamp.words import (
-    CANNOT_PAY,
-    bytes_text,
-    counted,
-    not_captured,
-    one_name,
-    op_title,
-    seconds_text,
-)
 
 # -- what runs low, and the gain -------------------------------------------------------
 

@@ -15,13 +15,12 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from torch import fx
 
 from autoamp.errors import OptionError
-from autoamp.printable import printable
+from autoamp.messages import WIDTH, as_text, plain_console, printable
 from autoamp.report import export, why
 from autoamp.report.figures import Document
 from autoamp.report.findings import advice_of, because_of
 from autoamp.report.page.data import page_of
 from autoamp.report.terminal import full_of, summary_of
-from autoamp.words import WIDTH, as_text, plain_console
 
 
 @dataclass(frozen=True, repr=False, eq=False)

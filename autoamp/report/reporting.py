@@ -7,7 +7,7 @@ from collections import Counter
 from torch import nn
 
 from autoamp.dtypes import NARROWEST
-from autoamp.printable import class_name
+from autoamp.messages import class_name
 from autoamp.report.figures import LossScaleReport, Range, coverage_of, ranges_of
 from autoamp.report.report import Report
 from autoamp.runtime.conversion import conversion_of

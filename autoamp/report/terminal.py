@@ -17,30 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from autoamp import compat
-from autoamp.messages import advice
-from autoamp.passes.op_rows import CastRow, OpRow
-from autoamp.passes.rows import Costs, Section
-from autoamp.report.casts import compiled_text, counts_text, unrounded
-from autoamp.report.figures import (
-    MULTIPLE,
-    Coverage,
-    Document,
-    LossScaleReport,
-    Misfit,
-    Stayed,
-    WeightRow,
-)
-from autoamp.report.findings import (
-    FOOTNOTE,
-    WAYS,
-    because_of,
-    gains_of,
-    kernels_text,
-    runs_low,
-)
-from autoamp.training.scale import NoLossScale
-from autoamp.words import (
-    amount,
+from autoamp.messages import (
+    advice,
     brief,
     bytes_text,
     counted,
@@ -52,6 +30,28 @@ from autoamp.words import (
     seconds_text,
     shorten,
 )
+from autoamp.passes.op_rows import CastRow, OpRow
+from autoamp.passes.rows import Costs, Section
+from autoamp.report.casts import compiled_text, counts_text, unrounded
+from autoamp.report.figures import (
+    MULTIPLE,
+    Coverage,
+    Document,
+    LossScaleReport,
+    Misfit,
+    Stayed,
+    WeightRow,
+    amount,
+)
+from autoamp.report.findings import (
+    FOOTNOTE,
+    WAYS,
+    because_of,
+    gains_of,
+    kernels_text,
+    runs_low,
+)
+from autoamp.training.scale import NoLossScale
 
 LISTED = 3
 """Entries of each list of the summary; the rest are counted."""

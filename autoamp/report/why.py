@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 from autoamp.errors import OptionError
-from autoamp.messages import advice
+from autoamp.messages import advice, bytes_text, counted, shorten
 from autoamp.passes.decide.ceiling import Root, promotes_to_low, root_of
 from autoamp.passes.decide.mincut import Group, Network, Problem, Solution, solve
 from autoamp.passes.decide.pins import kept_by
@@ -25,7 +25,7 @@ from autoamp.passes.rows import Section, allow_in_fp32
 from autoamp.passes.rules import Category
 from autoamp.passes.run import placed_again
 from autoamp.passes.write.layouts import LAST
-from autoamp.words import amount, bytes_text, counted, shorten
+from autoamp.report.figures import amount
 
 MEANINGS = {
     "allow": "safe and worth it in low precision",

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autoamp.printable import class_name
+from autoamp.messages import class_name
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.entry import Entry
 from autoamp.runtime.forward import (

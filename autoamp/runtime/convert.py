@@ -20,9 +20,8 @@ from torch import nn
 
 from autoamp.dtypes import UNSCALED, largest, short_name
 from autoamp.errors import OptionError, UnsupportedModelError
-from autoamp.messages import log_once
+from autoamp.messages import class_name, log_once
 from autoamp.passes.decide.cost import PriceModel
-from autoamp.printable import class_name
 from autoamp.runtime.children import left_alone, watch
 from autoamp.runtime.conversion import (
     CONVERSIONS,

@@ -15,13 +15,12 @@ from torch import nn
 from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES, needs_loss_scale, parse_low_dtype, short_name
 from autoamp.errors import OptionError, UnsupportedModelError
+from autoamp.messages import CANNOT_PAY, class_name
 from autoamp.passes.decide.devices import KINDS, device_of, kind_of, named_device
 from autoamp.passes.options import PassOptions
-from autoamp.printable import class_name
 from autoamp.runtime.forward import computing_methods
 from autoamp.training import foreign
 from autoamp.training.options import Options
-from autoamp.words import CANNOT_PAY
 
 NAME_IT = (
     "; name its optimizer, autoamp.convert(model, optimizer), to train it with fp32 "

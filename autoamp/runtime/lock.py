@@ -10,14 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autoamp.errors import LockError
-from autoamp.messages import log_once
+from autoamp.messages import counted, log_once, printable_line
 from autoamp.passes.op_rows import OpRow, SavedGraph, SavedReport
 from autoamp.passes.rows import saved_graph, sections_of
 from autoamp.passes.saved_diff import ALIKE, Diff, diff_graphs, likeness
-from autoamp.printable import printable_line
 from autoamp.runtime.graph import Graph
 from autoamp.runtime.record import Record
-from autoamp.words import counted
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,16 @@ import torch
 
 from autoamp import compat
 from autoamp.dtypes import short_name
-from autoamp.messages import log_left_to_autocast, log_once
+from autoamp.messages import (
+    NO_FLOAT_OP,
+    all_high,
+    log_left_to_autocast,
+    log_once,
+    printable_line,
+)
 from autoamp.passes.record import Rewritten
-from autoamp.printable import printable_line
 from autoamp.runtime.graph import Graph
 from autoamp.training.scaling import ModelScaling
-from autoamp.words import NO_FLOAT_OP, all_high
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.dtypes import needs_loss_scale
 from autoamp.errors import OptionError
+from autoamp.messages import class_name
 from autoamp.passes.prepared import Prepared
 from autoamp.passes.record import Rewritten
-from autoamp.printable import class_name
 from autoamp.runtime.eligible import parameters_of
 from autoamp.runtime.examine import Examiner, replanned, twin_of
 from autoamp.runtime.kept import left_as_it_is

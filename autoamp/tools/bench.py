@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from autoamp.messages import bytes_text, seconds_text
 from autoamp.tools.bench_answer import Answer, Evidence, Row, answer
 from autoamp.tools.results import Line, Result, Table
-from autoamp.words import bytes_text, seconds_text
 
 
 @dataclass(frozen=True, repr=False)

@@ -17,11 +17,10 @@ from torch import nn
 from autoamp import compat
 from autoamp.dtypes import short_name
 from autoamp.errors import OptionError, UnsupportedModelError
+from autoamp.messages import class_name, printable_line, told
 from autoamp.passes.check.saved import saved_bytes
 from autoamp.passes.decide.devices import device_of as figures_of_device
 from autoamp.passes.speeds.clock import device_name, finish, surely_less
-from autoamp.printable import class_name, printable_line
-from autoamp.progress import told
 from autoamp.report.reporting import report_on
 from autoamp.runtime.examine import checked_model, options_for
 from autoamp.tools import bench_meters as meters

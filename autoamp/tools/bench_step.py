@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 from autoamp.dtypes import needs_loss_scale
 from autoamp.errors import OptionError, UnsupportedModelError
+from autoamp.messages import class_name, printable_line
 from autoamp.passes.speeds.clock import finish
-from autoamp.printable import class_name, printable_line
 from autoamp.runtime.convert import convert_model, revert_model
 from autoamp.runtime.stand_in import (
     Call,

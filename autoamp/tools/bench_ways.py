@@ -11,7 +11,7 @@ from torch import nn
 
 from autoamp.dtypes import LOW_DTYPES, row_of, short_name
 from autoamp.errors import OptionError, UnsupportedModelError
-from autoamp.printable import class_name
+from autoamp.messages import class_name
 from autoamp.runtime.eligible import choose_precision, not_converted, parameters_of
 from autoamp.training.options import Options
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autoamp.errors import OptionError
-from autoamp.printable import class_name
+from autoamp.messages import class_name
 from autoamp.runtime.stand_in import Heard, floats_of, relative_error
 
 Limit = float | str

@@ -21,11 +21,10 @@ from autoamp.errors import (
     OptionError,
     UnsupportedModelError,
 )
+from autoamp.messages import op_title, printable_line, told
 from autoamp.passes.decide.assign import Chosen, OpKey
 from autoamp.passes.decide.policies import POLICIES, project
 from autoamp.passes.prepared import Prepared
-from autoamp.printable import printable_line
-from autoamp.progress import told
 from autoamp.report.frontier import Check, Frontier, Point
 from autoamp.runtime.eligible import choose_precision
 from autoamp.runtime.examine import (
@@ -49,7 +48,6 @@ from autoamp.tools.budget import (
 from autoamp.tools.budget_errors import Calibration, Squares
 from autoamp.tools.budget_search import PINS, Found, Labels, Scene
 from autoamp.training.options import Options
-from autoamp.words import op_title
 
 LOW = "the budget for error has room for its rounding"
 HIGH = "the budget for error leaves it fp32"

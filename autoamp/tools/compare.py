@@ -30,7 +30,16 @@ from torch.fx.node import map_arg
 from autoamp import compat
 from autoamp.dtypes import short_name
 from autoamp.errors import OptionError
-from autoamp.messages import advice
+from autoamp.messages import (
+    advice,
+    as_text,
+    class_name,
+    counted,
+    op_title,
+    plain_table,
+    shorten,
+    told,
+)
 from autoamp.passes.check.held import Held
 from autoamp.passes.node_by_node import Observer, Runner
 from autoamp.passes.op_rows import OpRow
@@ -38,8 +47,6 @@ from autoamp.passes.prepared import Prepared
 from autoamp.passes.record import Rewritten
 from autoamp.passes.write.emitted import stands_for
 from autoamp.passes.write.meshes import crossed, stands_in
-from autoamp.printable import class_name
-from autoamp.progress import told
 from autoamp.report.reporting import report_of
 from autoamp.runtime.eligible import required_precision
 from autoamp.runtime.examine import (
@@ -50,7 +57,6 @@ from autoamp.runtime.examine import (
 )
 from autoamp.runtime.stand_in import Call, Heard, LossFn, StandIn, relative_error
 from autoamp.training.options import Options
-from autoamp.words import as_text, counted, op_title, plain_table, shorten
 
 LISTED = 10
 

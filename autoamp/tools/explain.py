@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoamp.messages import class_name
 from autoamp.passes.decide.devices import Device, device_of, named_device
-from autoamp.printable import class_name
 from autoamp.report.report import Report
 from autoamp.report.reporting import report_of
 from autoamp.runtime.eligible import choose_precision, parameters_of

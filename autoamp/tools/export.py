@@ -21,14 +21,13 @@ from torch import nn
 from autoamp import compat
 from autoamp.dtypes import parse_low_dtype
 from autoamp.errors import ExportError, LockError, UnsupportedModelError
-from autoamp.messages import log_once
+from autoamp.messages import class_name, log_once
 from autoamp.passes.check.constants import check_weights
 from autoamp.passes.check.held import Held
 from autoamp.passes.decide.devices import named_device
 from autoamp.passes.kernels.table import ATTENTION, CHANNELS_LAST
 from autoamp.passes.node_by_node import Runner
 from autoamp.passes.record import Rewritten
-from autoamp.printable import class_name
 from autoamp.report.report import Report
 from autoamp.report.reporting import report_of
 from autoamp.runtime.conversion import conversion_of

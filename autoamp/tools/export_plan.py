@@ -17,9 +17,9 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.errors import ExportError
+from autoamp.messages import printable_line
 from autoamp.passes.op_rows import SavedReport
 from autoamp.passes.saved import report_in
-from autoamp.printable import printable_line
 from autoamp.tools.export_program import OP
 
 SCHEMA = "autoamp.plan"

@@ -25,14 +25,13 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.dtypes import short_name
 from autoamp.errors import ExportError
-from autoamp.messages import advice
+from autoamp.messages import advice, class_name, printable_line
 from autoamp.passes.decide.cost import PriceModel
 from autoamp.passes.decide.devices import Device
 from autoamp.passes.functions import attention, layer_norm, op_with_its_state, rms_norm
 from autoamp.passes.prepared import Prepared
 from autoamp.passes.write.copied import copied
 from autoamp.passes.write.hoist_weight_casts import FOLDED
-from autoamp.printable import class_name, printable_line
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.examine import twin_of
 from autoamp.runtime.kept import left_as_it_is

@@ -14,14 +14,13 @@ from torch import Tensor, fx
 from autoamp import compat
 from autoamp.dtypes import short_name
 from autoamp.errors import ExportError, VerificationError
+from autoamp.messages import class_name, counted
 from autoamp.passes.op_names import base_name
 from autoamp.passes.ops import is_view
-from autoamp.printable import class_name
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.graph import Graph
 from autoamp.tools.export_plan import made_by
 from autoamp.tools.export_program import Call, Captured, Placed
-from autoamp.words import counted
 
 logger = logging.getLogger(__name__)
 

@@ -22,12 +22,11 @@ from torch.utils import _pytree as pytree
 
 from autoamp.dtypes import NARROWEST, largest, short_name
 from autoamp.errors import AutoampError, OptionError, UnsupportedModelError
+from autoamp.messages import as_text, class_name, shorten, told
 from autoamp.passes.check.held import Held
 from autoamp.passes.node_by_node import Runner
 from autoamp.passes.prepared import Prepared
 from autoamp.passes.record import Rewritten
-from autoamp.printable import class_name
-from autoamp.progress import told
 from autoamp.runtime.conversion import conversion_of
 from autoamp.runtime.eligible import parameters_of, required_precision
 from autoamp.runtime.engine import Engine
@@ -54,7 +53,6 @@ from autoamp.training.trail import (
     location_of,
     readers,
 )
-from autoamp.words import as_text, shorten
 
 TRIES = 24
 """The most remedies that are tried."""

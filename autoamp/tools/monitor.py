@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from autoamp.errors import OptionError
-from autoamp.printable import class_name
+from autoamp.messages import class_name
 from autoamp.report.figures import LossScaleReport
 from autoamp.report.reporting import loss_scale_of
 from autoamp.runtime.conversion import conversion_of

@@ -15,8 +15,8 @@ from torch import nn
 
 from autoamp.dtypes import short_name
 from autoamp.errors import AutoampError, OptionError, UnsupportedModelError
+from autoamp.messages import class_name, counted
 from autoamp.passes.decide.devices import memory_of, named_device, product_of
-from autoamp.printable import class_name
 from autoamp.report.report import Report
 from autoamp.runtime.eligible import parameters_of, required_precision
 from autoamp.runtime.examine import checked_model, options_for, refuse_options
@@ -41,7 +41,6 @@ from autoamp.tools.plan_step import (
     said_by,
 )
 from autoamp.tools.plan_ways import AUTOCAST, Setting, Tell, WayStep, steps_of
-from autoamp.words import counted
 
 ELSEWHERE = "cuda:sm_80"
 """The default device of a plan on a machine without a GPU."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autoamp.errors import OptionError
-from autoamp.printable import class_name
+from autoamp.messages import class_name
 from autoamp.runtime.stand_in import Call
 from autoamp.tools.plan_step import said_by
 

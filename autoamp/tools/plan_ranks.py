@@ -24,7 +24,7 @@ from torch import Tensor, distributed, nn
 
 from autoamp import compat
 from autoamp.errors import OptionError
-from autoamp.printable import class_name
+from autoamp.messages import class_name
 from autoamp.runtime.eligible import parameters_of
 from autoamp.runtime.stand_in import Call
 from autoamp.tools.plan_step import (

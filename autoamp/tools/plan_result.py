@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autoamp.messages import bytes_text, seconds_text
 from autoamp.tools.results import Line, Result, Table
-from autoamp.words import bytes_text, seconds_text
 
 _PEAK = (
     "The peak is the most memory held at one time. It is not the sum of the lines "

@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES, short_name
 from autoamp.errors import OptionError
+from autoamp.messages import class_name, printable_line
 from autoamp.passes.check.saved import kept_by_functions, storage_key
 from autoamp.passes.decide.devices import Device
-from autoamp.printable import class_name, printable_line
 from autoamp.runtime.stand_in import Call
 from autoamp.tools.count_flops import flops_of
 from autoamp.tools.count_traffic import tensors_of

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
-from autoamp.words import WIDTH, as_text, plain_table
+from autoamp.messages import WIDTH, as_text, plain_table
 
 SCHEMA = 1
 """The version of the JSON; raised when a field changes its meaning or is removed."""

@@ -23,14 +23,13 @@ from torch import nn
 
 from autoamp.dtypes import UNSCALED, needs_loss_scale, short_name
 from autoamp.errors import OptionError, UnsupportedModelError
+from autoamp.messages import as_text, class_name, plain_table, printable_line, told
 from autoamp.passes.decide.cost import PriceModel
 from autoamp.passes.functions.rotary import rotary
 from autoamp.passes.kernels.table import CHANNELS_LAST, ROTARY
 from autoamp.passes.speeds.clock import device_name, seconds_of, surely_less
 from autoamp.passes.speeds.prices import MeasuredPrices
 from autoamp.passes.speeds.store import Store
-from autoamp.printable import class_name, printable_line
-from autoamp.progress import told
 from autoamp.report.findings import layouts_text
 from autoamp.report.reporting import report_of
 from autoamp.runtime.conversion import DECLINED, Conversion, conversion_of
@@ -43,7 +42,6 @@ from autoamp.runtime.record import Skipped
 from autoamp.runtime.stand_in import Call, LossFn, copied, default_loss, outcome_of
 from autoamp.training.options import Options
 from autoamp.training.weight_copies import before_write
-from autoamp.words import as_text, plain_table
 
 FP32, AUTOCAST = "fp32", "torch.autocast"
 PREDICTED, MEASURED = "autoamp, predicted prices", "autoamp, measured prices"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from autoamp import compat
-from autoamp.printable import printable_line
+from autoamp.messages import printable_line
 
 
 class _Library(NamedTuple):

@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 
 from autoamp import compat
 from autoamp.dtypes import short_name
-from autoamp.printable import class_name
+from autoamp.messages import bytes_text, class_name, counted
 from autoamp.training.boundary import params_of
 from autoamp.training.masters import Masters
 from autoamp.training.options import Options
-from autoamp.words import bytes_text, counted
 from autoamp_heat import trains_half
 
 logger = logging.getLogger(__name__)

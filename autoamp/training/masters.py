@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES, has_masters
 from autoamp.errors import CheckpointError
-from autoamp.printable import class_name
+from autoamp.messages import class_name
 
 logger = logging.getLogger(__name__)
 

@@ -49,7 +49,7 @@ from torch import Tensor
 
 from autoamp import compat
 from autoamp.errors import OptionError
-from autoamp.printable import printable_line
+from autoamp.messages import printable_line
 
 FORMAT = 1
 TEXT, TENSORS = "snapshot.json", "tensors.safetensors"

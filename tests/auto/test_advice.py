@@ -29,13 +29,13 @@ OPTIONS = [
 NAMES_AN_OPTION = re.compile(rf"(?<![\w.])({'|'.join(OPTIONS)})=")
 
 SPEAK_PYTHON = {
-    "training/options.py": "an option that a caller gave in Python is the message's subject",
+    "training/options.py": "the subject is an option given in Python",
     "passes/options.py": "likewise",
     "training/scale.py": "likewise; environment.py checks variables by itself",
     "auto/switch.py": "`unmet` is set by `enable(keep=...)` alone",
     "api.py": "the answer to a call of `convert`, made in Python",
     "tools/tune.py": "likewise",
-    "training/snapshot_files.py": "the option or a call of `replay` is the message's subject",
+    "training/snapshot_files.py": "the subject is the option, or `replay`",
     "runtime/eligible.py": "no variable gives `keep`; compiled models are not declined",
     "runtime/compile_backend.py": "an example of a call of torch.compile",
     "passes/decide/pins.py": "a report, which names options of `convert`",

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 import autoamp
-from autoamp import benchmark, exported, questions
+from autoamp import api
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.messages import advice, on_command_line
 from autoamp.passes import options as pass_options
+from autoamp.tools import bench_ways, export_targets
 from autoamp.training.options import Options
 from autoamp_cli import words
 from autoamp_cli.export import export
@@ -42,13 +43,13 @@ def explained() -> autoamp.Report:
 @pytest.mark.parametrize("name", ["thrice", "Net.example"])
 def test_options_reach_explain(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    real: Callable[..., Any] = questions.explain
+    real: Callable[..., Any] = api.explain
 
     def explain(model: nn.Module, *args: Any, **given: Any) -> Any:
         seen.append((args, given))
         return real(model, *args, **{**given, "options": {}, "device": None})
 
-    monkeypatch.setattr(questions, "explain", explain)
+    monkeypatch.setattr(api, "explain", explain)
     given = "--precision fp16 --rules torch-cuda --placement forced --no-do-no-harm"
     assert call(f"explain nets:{name} {given} --device cuda:sm_90").exit_code == 0
     call(f"explain nets:{name}")
@@ -111,12 +112,12 @@ def test_a_comparison_is_printed_and_gives_a_rules_file(tmp_path: Path) -> None:
 def test_a_tolerance_that_no_set_reaches_is_a_finding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real: Callable[..., Any] = questions.compare
+    real: Callable[..., Any] = api.compare
 
     def out_of_reach(*args: Any, tolerance: float, **given: Any) -> Any:
         return real(*args, **given).with_keep(None, tolerance)
 
-    monkeypatch.setattr(questions, "compare", out_of_reach)
+    monkeypatch.setattr(api, "compare", out_of_reach)
     given = "--tolerance 1e-6 --to-rules none.toml"
     missed = call(f"compare nets:small {FORCED} {given}")
     assert (missed.exit_code, (tmp_path / "none.toml").exists()) == (1, False)
@@ -197,8 +198,8 @@ def test_words_in_the_help_are_the_packages_own() -> None:
     """The help does not import the package, which has the same words."""
     assert words.PLACEMENTS == pass_options.PLACEMENTS
     assert tuple(LOW_DTYPES) == words.PRECISIONS
-    assert benchmark.ways.KINDS == words.WAYS
-    assert tuple(exported.targets.targets()) == words.TARGETS
+    assert bench_ways.KINDS == words.WAYS
+    assert tuple(export_targets.targets()) == words.TARGETS
     for category in words.CATEGORIES:
         assert call(f"rules list --category {category}").exit_code == 0
 

@@ -457,7 +457,7 @@ def test_questions(where: str, tmp_path: Path) -> None:
 
 def test_calibration(where: str, tmp_path: Path, monkeypatch) -> None:
     if where == "cpu":
-        pytest.skip("CPUs are measured in tests/calibrate")
+        pytest.skip("CPUs are measured in tests/passes/speeds")
     monkeypatch.setenv("AUTOAMP_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv(SWITCH, raising=False)
     monkeypatch.setattr(speeds, "_known", {})

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import autoamp
-from tests.inspect.test_report import net_report
+from tests.report.test_report import net_report
 from tests.strategies import ALL, Program, capture, inputs
 
 REPO = Path(__file__).resolve().parents[2]

@@ -65,7 +65,7 @@ def tensors_saved(
 
     A storage counts once and whole, however many nodes save views of it.  Of a
     checkpointed region only the tensors that the checkpoint keeps count.  Dynamo
-    captures under `saved_tensors_hooks` as well (tests/counted/test_metrics.py).
+    captures under `saved_tensors_hooks` as well (tests/tools/test_metrics.py).
 
     The hooks do not see tensors that a Function keeps as attributes of its context or
     in a closure, as Dynamo's own operator for a captured `autograd.Function` does.

@@ -24,6 +24,7 @@ from autoamp.passes.decide.as_written import (
     with_its_results,
 )
 from autoamp.passes.decide.ceiling import under_ceiling
+from autoamp.passes.decide.numbers import cut_off, extreme_values, known_numbers
 from autoamp.passes.decide.pins import Context, Site, first_pin, held_by_strides
 from autoamp.passes.decide.verdict import GAVE_UP, Classified, Mode, Verdict, all_of
 from autoamp.passes.functions import STATE
@@ -32,7 +33,6 @@ from autoamp.passes.ops import is_custom, is_inplace, is_pointwise, is_view
 from autoamp.passes.rules import Category, Condition, Rule, Rules, family
 from autoamp.passes.see.facts import Facts, NodeFacts, Operand, read_wide
 from autoamp.passes.see.nodes import argument, tensors_of
-from autoamp.passes.see.numbers import cut_off, extreme_values, known_numbers
 
 
 def classify(
@@ -53,7 +53,7 @@ def classify(
         keep: patterns of the module paths that stay fp32.
         kept: the reasons of patterns that are not from the user's `keep=`.
         given_up: nodes that stay fp32 whatever their ops are, to the reasons.
-        ceiling: pin ops that type promotion would leave fp32 (`passes/decide/ceiling.py`).
+        ceiling: pin ops that type promotion would leave fp32 (`ceiling.py`).
         to_the_letter: the rules decide alone, as the lists do in TensorFlow; calls are
             pinned all the same where torch has no choice (docs/how-it-works.md).
     """

@@ -21,7 +21,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE, NARROWEST, short_name
 from autoamp.errors import OptionError
-from autoamp.printable import printable_line
+from autoamp.messages import printable_line
 
 
 @dataclass(frozen=True)

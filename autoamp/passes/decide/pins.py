@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
+from autoamp.passes.decide.numbers import Known, literal_reason
 from autoamp.passes.decide.verdict import BACKWARD, Verdict
 from autoamp.passes.functions.norms import OWN_NORMS
 from autoamp.passes.op_names import base_name
@@ -21,7 +22,6 @@ from autoamp.passes.ops import is_pointwise, is_view
 from autoamp.passes.rules import Rules, family
 from autoamp.passes.see.facts import Facts, NodeFacts
 from autoamp.passes.see.nodes import argument, named_arguments, tensors_of
-from autoamp.passes.see.numbers import Known, literal_reason
 
 
 def held_by_strides(gm: fx.GraphModule, facts: Facts) -> Mapping[str, str]:

@@ -331,7 +331,7 @@ class _LowUses(torch.autograd.Function):
 
     Autograd would sum the gradients in the copy's own dtype.  For a value that eight
     products read, the sum would have more than 1.5 times the error of torch.autocast,
-    which casts for each product (tests/analyse/test_ceiling.py).
+    which casts for each product (tests/passes/decide/test_ceiling.py).
     """
 
     @staticmethod

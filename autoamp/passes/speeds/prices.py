@@ -23,13 +23,13 @@ from torch.utils import _pytree as pytree
 
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE, short_name
+from autoamp.messages import told
 from autoamp.passes.decide.cost import UNIT_NS, Prices, price_graph
 from autoamp.passes.decide.devices import device_of, kind_of, main_device
 from autoamp.passes.decide.verdict import Classified
 from autoamp.passes.kernels.norms import own_norm
 from autoamp.passes.speeds.clock import least_seconds
 from autoamp.passes.speeds.store import Store
-from autoamp.progress import told
 
 logger = logging.getLogger(__name__)
 

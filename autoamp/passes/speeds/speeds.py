@@ -23,12 +23,11 @@ import torch
 
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE, short_name
-from autoamp.messages import advice, log_once
+from autoamp.messages import advice, log_once, printable_line
 from autoamp.passes.decide.devices import Curve, Device, Rates, device_of, is_here
 from autoamp.passes.speeds.clock import described, device_name, seconds_of
 from autoamp.passes.speeds.probes import ROWS, SIZES, probes, work_of
 from autoamp.passes.speeds.store import Store
-from autoamp.printable import printable_line
 
 logger = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""Passes that write: casts, weight copies, loss scaling and layouts, put into graphs."""
+"""Passes that write: casts, weight copies, loss scaling and layouts go into graphs."""

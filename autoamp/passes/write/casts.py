@@ -30,13 +30,13 @@ from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE, largest
 from autoamp.errors import PassError
 from autoamp.passes.decide.assign import Assignment
+from autoamp.passes.decide.numbers import scales
 from autoamp.passes.decide.verdict import GAVE_UP, Classified, Mode
 from autoamp.passes.functions import WITH_FP32_STATE
 from autoamp.passes.op_names import base_name
 from autoamp.passes.ops import is_out_variant, is_view
 from autoamp.passes.rules import family
 from autoamp.passes.see.facts import NodeFacts
-from autoamp.passes.see.numbers import scales
 from autoamp.passes.write.emitted import Cast, Emitted, dtype_of
 
 MANY_USES = 8

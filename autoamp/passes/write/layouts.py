@@ -133,7 +133,7 @@ def choose_layouts(
 def lay_out(gm: fx.GraphModule, layouts: Layouts) -> fx.GraphModule:
     """A copy of `gm` that permutes the values read in the other layout, each once.
 
-    The copies of weights are made with their channels last (`training/weight_copies.py`),
+    Copies of weights have their channels last (`training/weight_copies.py`),
     those that are constants are made anew here, and the results of the calls follow the
     layouts of their operands.
     """

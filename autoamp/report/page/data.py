@@ -40,9 +40,16 @@ from importlib.resources.abc import Traversable
 from typing import Any
 
 from autoamp.dtypes import LOW_DTYPES
+from autoamp.messages import (
+    attempt,
+    bytes_text,
+    counted,
+    printable_line,
+    seconds_text,
+    shorten,
+)
 from autoamp.passes.op_rows import FP32, CastRow, OpRow
 from autoamp.passes.rows import Section
-from autoamp.printable import printable_line
 from autoamp.report.figures import Document, Headline, Island, stayed_groups
 from autoamp.report.findings import ERROR, FOOTNOTE, WAYS, gains_of, runs_low
 from autoamp.report.frontier import Frontier, Point
@@ -50,7 +57,6 @@ from autoamp.report.page.costs import changes_of, costs_of_boxes
 from autoamp.report.page.drawing import Drawing
 from autoamp.report.terminal import cost_text
 from autoamp.report.why import MEANINGS, Flips
-from autoamp.words import attempt, bytes_text, counted, seconds_text, shorten
 
 SCHEMA = "autoamp.page"
 SCHEMA_VERSION = 1

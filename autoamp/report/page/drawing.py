@@ -22,6 +22,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.dtypes import short_name
+from autoamp.messages import op_title, shorten
 from autoamp.passes.op_rows import OpRow
 from autoamp.passes.rows import Section, target_name
 from autoamp.passes.see.facts import NodeFacts
@@ -29,7 +30,6 @@ from autoamp.passes.see.nodes import tensors_of
 from autoamp.passes.write.emitted import is_use
 from autoamp.report.export import precision_of
 from autoamp.report.why import undecided
-from autoamp.words import op_title, shorten
 
 MOST_NODES = 40
 """A module with more nodes of its own is drawn in parts of at most this many."""

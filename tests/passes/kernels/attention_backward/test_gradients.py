@@ -1,0 +1,273 @@
+"""The gradients of attention, beside those of autocast and of float64.
+
+The backward of torch's kernels reads the result of the attention, which is rounded;
+autocast rounds scores and weights.  Ours rounds neither.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+import autoamp
+from autoamp.passes.decide.devices import Device
+from autoamp.passes.functions.attention import LONG, WRITTEN_ATTENTION, Kind, attention
+from tests.passes.kernels.attention.test_attention import (
+    LENGTH,
+    Way,
+    attentions,
+    converted,
+    exactly,
+    made,
+    min_gpt,
+    seen,
+)
+from tests.spelled.attention import timm
+from tests.spelled.layers import HEADS, SIZE, WIDTH, Layer
+
+OLDER_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+
+SEEDS = 6
+
+
+@pytest.fixture
+def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention that is written out runs as one call."""
+    monkeypatch.setattr(Device, "attends_by_products", False)
+
+
+def tokens(length: int, spread: float) -> Tensor:
+    """Texts whose tokens differ by `spread`; below 1 they have the rest in common."""
+    common = torch.randn(3, 1, WIDTH) * (spread < 1)
+    return torch.randn(3, length, WIDTH) * spread + common
+
+
+def beside_autocast(model: Layer, ours: nn.Module, x: Tensor) -> list[float]:
+    """Errors of the gradients of query and key projections, as parts of autocast's."""
+    true, found = exactly(model, x), seen(ours, ours, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        base = seen(model, model, x)
+    ratios = []
+    for part in (slice(WIDTH), slice(WIDTH, 2 * WIDTH)):
+        error, autocast = ((g[2] - true[2])[part].norm() for g in (found, base))
+        ratios.append(float(error / autocast))
+    return ratios
+
+
+@pytest.mark.parametrize("way", [timm, min_gpt], ids=["timm", "min_gpt"])
+@pytest.mark.parametrize("spread", [1.0, 0.3, 0.1])
+@pytest.mark.parametrize("sharpness", [1.0, 4.0])
+@pytest.mark.usefixtures("replaced")
+def test_projections_of_queries_and_keys(
+    way: Way, spread: float, sharpness: float
+) -> None:
+    """Their gradients are as near to float64 as under autocast, or nearer."""
+    ratios: list[list[float]] = [[], []]
+    for seed in range(SEEDS):
+        model = made(way, seed)
+        with torch.no_grad():
+            model.before.weight[: 2 * WIDTH] *= sharpness
+        x = tokens(2 * LENGTH, spread)
+        found = beside_autocast(model, converted(model), x)
+        for into, ratio in zip(ratios, found, strict=True):
+            into.append(ratio)
+    assert max(map(statistics.geometric_mean, ratios)) <= 1.05
+
+
+def test_a_cpu_with_fast_products_keeps_attention_as_it_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def units() -> dict[torch.dtype, str]:
+        return {torch.bfloat16: "avx512_bf16"}
+
+    monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", units)
+    for options, expected in (
+        ({}, 0),
+        ({"objective": "memory"}, 1),
+        ({"precision": "fp16"}, 1),
+    ):
+        model = converted(made(timm), **options)
+        model(tokens(LENGTH, 1.0))
+        assert attentions(model) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("batch", "heads", "queries", "keys", "width"),
+    [(2, 3, 5, 7, 16), (3, 6, 130, 130, 64), (1, 17, 300, 40, 128), (1, 1, 1, 1, 8)],
+)
+@pytest.mark.parametrize("masked", ["", "causal", "added", "by head", "bool", "2d"])
+def test_the_fp32_backward(  # noqa: PLR0917
+    batch: int,
+    heads: int,
+    queries: int,
+    keys: int,
+    width: int,
+    masked: str,
+    dtype: torch.dtype,
+) -> None:
+    """Its error against float64 is that of rounding the result of the forward."""
+    torch.manual_seed(0)
+    one, two = (batch, queries, heads, width), (batch, keys, heads, width)
+    given = [torch.randn(s).to(dtype).transpose(1, 2) for s in (one, two, two)]
+    masks = {
+        "added": (torch.rand(batch, 1, queries, keys) < 0.3).to(dtype) * -1e4,
+        "by head": (torch.rand(1, heads, 1, keys) < 0.3).to(dtype) * -1e4,
+        "bool": torch.rand(batch, 1, queries, keys) < 0.7,
+        "2d": torch.rand(queries, keys) < 0.7,
+    }
+    mask = masks.get(masked)
+    if mask is not None and mask.dtype == torch.bool:
+        mask[..., 0] = True
+    options = {"attn_mask": mask, "is_causal": masked == "causal", "scale": 0.2}
+    grad = torch.randn(one).to(dtype).transpose(1, 2)
+
+    def gradients(call: Callable[..., Tensor], wide: torch.dtype) -> list[Tensor]:
+        operands = [t.to(wide).detach().requires_grad_() for t in given]
+        added = mask if mask is None or mask.dtype == torch.bool else mask.to(wide)
+        result = call(*operands, **(options | {"attn_mask": added}))
+        if wide == dtype and call is attention:
+            assert result.grad_fn.name() == "_AttentionBackward"
+        return list(torch.autograd.grad(result, operands, grad.to(wide)))
+
+    true = gradients(functional.scaled_dot_product_attention, torch.float64)
+    ours = gradients(attention, dtype)
+    torchs = gradients(functional.scaled_dot_product_attention, dtype)
+    for mine, theirs, exact, operand in zip(ours, torchs, true, given, strict=True):
+        assert mine.stride() == operand.stride()
+        error, base = ((t.double() - exact).norm() for t in (mine, theirs))
+        assert error <= max(base, torch.finfo(dtype).eps / 2 * exact.norm())
+
+
+def test_only_where_it_is_faster() -> None:
+    def name(length: int, **options: Any) -> str:
+        q = torch.randn(1, 2, length, 8, dtype=torch.bfloat16, requires_grad=True)
+        result = attention(
+            q, q, q, **options
+        )  # held: torch 2.11 frees the node with it
+        return result.grad_fn.name()
+
+    assert name(LONG - 1) == "_AttentionBackward"
+    assert name(LONG) == "ScaledDotProductFlashAttentionForCpuBackward0"
+    assert name(8, dropout_p=0.5) != "_AttentionBackward"
+    bias = torch.zeros(8, 8, dtype=torch.bfloat16, requires_grad=True)
+    assert name(8, attn_mask=bias) != "_AttentionBackward"
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_it_can_be_differentiated_twice(masked: bool) -> None:
+    torch.manual_seed(0)
+    operands = [torch.randn(2, 2, 6, 8, requires_grad=True) for _ in range(3)]
+    mask = torch.ones(6, 6, dtype=torch.bool).tril() if masked else None
+
+    def slopes(call: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        given = [t.detach().to(dtype).requires_grad_() for t in operands]
+        once = torch.autograd.grad(
+            call(*given, attn_mask=mask).square().sum(), given, create_graph=True
+        )
+        return list(torch.autograd.grad(sum(g.square().sum() for g in once), given))
+
+    def chain(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> Tensor:
+        scores = q @ k.mT / 8**0.5
+        if attn_mask is not None:
+            scores = scores.masked_fill(~attn_mask, -torch.inf)
+        return scores.softmax(-1) @ v
+
+    true = slopes(chain, torch.float64)
+    for found, exact in zip(slopes(attention, torch.bfloat16), true, strict=True):
+        assert (found.double() - exact).norm() <= 2**-5 * exact.norm()
+
+
+def test_a_models_own_attention_has_it_unless_it_is_left_out() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(WIDTH, 3 * WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            parts = self.project(x).chunk(3, -1)
+            heads = (t.unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for t in parts)
+            return functional.scaled_dot_product_attention(*heads)
+
+    def backwards(model: nn.Module) -> int:
+        model(torch.randn(2, 8, WIDTH))  # the capture, which checks gradients itself
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found:
+            model(torch.randn(2, 8, WIDTH)).sum().backward()
+        return sum("autoamp::attention_backward" in e.name for e in found.events())
+
+    model = Own()
+    assert backwards(converted(model)) == 1
+    assert backwards(converted(model, unfused=["attention_backward"])) == 0
+    assert backwards(converted(model, fuse=False)) == 0
+
+
+@pytest.mark.parametrize("number", [-torch.inf, -1e9, -1e4])
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_query_that_sees_nothing(number: float, trains: bool) -> None:
+    """Its weights are what a softmax makes of scores that are all one number."""
+    q, k, v = torch.randn(3, 1, 1, 2, 8).to(torch.bfloat16).unbind()
+    hidden = torch.tensor([[False, False], [True, True]])
+    kinds, numbers = [Kind.SCALE, Kind.FILL], [1.0, number]
+    q.requires_grad_(trains)
+    result = WRITTEN_ATTENTION(q, k, v, [hidden], kinds, numbers).float()
+    if number == -torch.inf:
+        assert result[0, 0, 1].isnan().all()
+    else:
+        assert (result[0, 0, 1] - v.float()[0, 0].mean(0)).abs().max() < 2**-7
+    assert result[0, 0, 0].isfinite().all()
+
+
+@pytest.mark.parametrize("empty", range(4))
+def test_operands_without_numbers(empty: int) -> None:
+    """The kernel for CPUs ends the process where there are no heads (torch 2.13)."""
+    if empty == 1 and OLDER_TORCH:
+        pytest.skip("before torch 2.13 torch's own attention ends the process there")
+    shape = [2, 3, 4, 8]
+    shape[empty] = 0
+    q, k, v = (torch.ones(shape, dtype=torch.bfloat16) for _ in range(3))
+    result = attention(q.requires_grad_(), k, v)
+    result.sum().backward()
+    assert q.grad is not None
+    assert q.grad.shape == result.shape == torch.Size(shape)
+
+
+def test_an_infinity_stays_where_it_was() -> None:
+    q, k, v = torch.randn(3, 1, 1, 4, 8).to(torch.bfloat16).unbind()
+    v[..., 0, 3] = torch.inf
+    result = WRITTEN_ATTENTION(q.requires_grad_(), k, v, [], [Kind.SCALE], [1.0])
+    assert result.isfinite().all(-2).tolist() == [[[c != 3 for c in range(8)]]]
+
+
+def test_a_checkpoint_gives_each_saved_tensor_once() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.attended, x, use_reentrant=False)
+
+        def attended(self, x: Tensor) -> Tensor:
+            q = self.layer(x)[:, None]
+            return functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain, x = Net(), torch.randn(2, 8, 16)
+    ours = copy.deepcopy(plain)
+    autoamp.convert(ours, precision="bf16", do_no_harm=False, strict=True)
+    found = []
+    for model in (ours, plain):
+        model(x).sum().backward()
+        assert model.layer.weight.grad is not None
+        found.append(model.layer.weight.grad)
+    assert (found[0] - found[1]).norm() < 2**-5 * found[1].norm()
