@@ -251,7 +251,12 @@ def counted(count: int, noun: str) -> str:
 
 def seconds_text(seconds: float) -> str:
     """A time as text: `1.25 ms`."""
-    return _in_si(seconds * 1e9, _TIMES)
+    return nanoseconds_text(seconds * 1e9)
+
+
+def nanoseconds_text(nanoseconds: float) -> str:
+    """A time as text: `1.25 ms`."""
+    return _in_si(nanoseconds, _TIMES)
 
 
 def bytes_text(count: int) -> str:

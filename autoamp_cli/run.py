@@ -32,7 +32,7 @@ def _lists(function: Any) -> Any:
 @click.option("--rules", metavar="FILE", help="Rules laid over the built-in ones.")
 @_lists
 @click.option("--loss-scale", metavar="S", help="auto, dynamic, off or a number.")
-@click.option("--backend", metavar="B", help="eager, inductor or auto.")
+@click.option("--backend", metavar="B", help="eager or inductor.")
 @click.option("--placement", metavar="P", help=", ".join(PLACEMENTS) + ".")
 @click.option("--do-no-harm", metavar="0|1", help="0: convert even without a gain.")
 @click.option("--hot", metavar="0|1", help="0: capture models at their first call.")
@@ -41,6 +41,7 @@ def _lists(function: Any) -> Any:
 @click.option(
     "--guard", metavar="0|1", help="0: step with infinite or NaN gradients too."
 )
+@click.option("--masters", metavar="M", help="off: no fp32 masters of half weights.")
 @click.option(
     "--fuse/--no-fuse",
     default=None,

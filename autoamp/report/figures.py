@@ -18,7 +18,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE, NARROWEST, rounding, short_name
-from autoamp.messages import bytes_text, not_captured, op_title, seconds_text
+from autoamp.messages import bytes_text, nanoseconds_text, not_captured, op_title
 from autoamp.passes.decide.cost import (
     TRAINING_FACTOR,
     UNIT_NS,
@@ -875,5 +875,5 @@ def amount(units: int, in_bytes: bool, *, signed: bool = False) -> str:
     """Prices as text: `1.25 ms`, `+310 ns`, `4.1 kB`."""
     sign = "-" if units < 0 else "+" if signed else ""
     size = abs(units)
-    text = bytes_text(size) if in_bytes else seconds_text(size * SECONDS)
+    text = bytes_text(size) if in_bytes else nanoseconds_text(size * UNIT_NS)
     return f"{sign}{text}"

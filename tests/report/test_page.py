@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import autoamp
+from autoamp.report.page import costs
 from tests.report.inside import ALL_FP32, MOST_NODES, Flips
 from tests.report.page_models import EVIL, explained, layers_report
 from tests.says import says
@@ -180,8 +181,8 @@ def test_costs_are_exact_where_affordable_and_bounds_elsewhere(
     report: autoamp.Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exact = [n for _, graph in pairs_of(report) for n in graph["nodes"]]
-    monkeypatch.setattr("autoamp.report.page.costs.MOST_WORK", 0)
-    monkeypatch.setattr("autoamp.report.page.costs.MOST_TRIES", 0)
+    monkeypatch.setattr(costs, "MOST_WORK", 0)
+    monkeypatch.setattr(costs, "MOST_TRIES", 0)
     bounds = [n for _, graph in pairs_of(report) for n in graph["nodes"]]
     solvers = [Flips(section.rewritten) for section in report.sections]
     flips = [

@@ -60,7 +60,11 @@ GUARDS: Spellings = {
 }
 
 
-@row((32, WIDTH), **PARTS)
+# To mend: a constant's fake tensor belongs to the mode of Dynamo's first trace.
+MIXED = {"tensorflow": "torch refuses a constant of another fake mode (`clone`)"}
+
+
+@row((32, WIDTH), without=MIXED, **PARTS)
 def small(m: Any, x: Tensor) -> list[Tensor]:
     return [spelt(m, m.fc(x)) for spelt in SMALL.values()]
 

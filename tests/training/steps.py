@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autoamp
 from autoamp import DynamicLossScale
 from autoamp.runtime.conversion import conversion_of
-from autoamp.training.options import Options
 from autoamp.training.attach import attach, boundary_of, detach, give_masters
 from autoamp.training.ledger import BACKWARDS
+from autoamp.training.options import Options
 from autoamp.training.scaling import ModelScaling, ScaleDomain
 
 WIDTH = 8

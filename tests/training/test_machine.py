@@ -38,7 +38,6 @@ from tests.metrics import relative_error
 from tests.training.steps import (
     HUGE,
     OPTIMIZERS,
-    as_on_a_gpu,
     assert_same,
     batch,
     fresh_copy,
@@ -436,8 +435,7 @@ class AsGradScaler(RuleBasedStateMachine):
         assert_same(weights_of(self.ours), weights_of(self.theirs))
         for ours, theirs in zip(self.optimizers, self.references, strict=True):
             ours.state_dict()
-            if ours.state:  # torch hands a fused kernel the flag, and makes its state
-                assert_same(state_of(ours), state_of(theirs))
+            assert_same(state_of(ours), state_of(theirs))
             for param, master in masters_of(ours).items():  # state_dict read them
                 assert master.dtype == torch.float32
                 assert torch.equal(param, master.to(param.dtype))
@@ -468,9 +466,14 @@ def vector(model: nn.Module, optimizers: Any = ()) -> Tensor:
 
 def cases() -> list[Any]:
     """Each optimizer in one way and each way with one are quick, the rest is slow."""
-    # A GradScaler leaves garbage as the momentum of a fused SGD whose first step it
-    # skips, and its kernel fails on thawed weights: see test_step_fused.py.
-    labels = [label for label in (*OPTIMIZERS, *MAKERS) if label != "SGD-fused"]
+    # A fused kernel makes its state at a step that it skips, and a GradScaler leaves
+    # garbage in that of SGD: test_step_fused.py has them.  Muon multiplies matrices in
+    # bf16, where the same numbers at another address may round otherwise.
+    labels = [
+        label
+        for label in (*OPTIMIZERS, *MAKERS)
+        if not label.endswith("-fused") and label != "Muon"
+    ]
     found = []
     for (place, label), (at, way) in itertools.product(
         enumerate(labels), enumerate(WAYS)
@@ -485,8 +488,6 @@ def cases() -> list[Any]:
 def test_any_order_of_steps_goes_as_under_a_grad_scaler(
     way: str, label: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if label.endswith("fused"):
-        as_on_a_gpu(monkeypatch)
     if WAYS[way].several:
         monkeypatch.setattr("autoamp.compat.are_several", lambda: True)
     AsGradScaler.way, AsGradScaler.label = way, label

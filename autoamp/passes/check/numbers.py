@@ -190,14 +190,15 @@ def _bytes_kept(
     """The bytes that one side keeps for the backward, beside what is held anyhow.
 
     Inputs of the graph (weights, for the most part) live as long as the graph's caller
-    wants.  Statistics do not count, a number or less for each row: torch's norms keep
-    none where only the weight is trained, and 16 bits of each elsewhere; ours keep
-    fp32.
+    wants, and the new side's results as long as those that read them (attention keeps
+    its result in the place of its weights).  Statistics do not count, a number or less
+    for each row: torch's norms keep none where only the weight is trained, and 16 bits
+    of each elsewhere; ours keep fp32.
     """
-    ends = [pair[side] for pair in region.inputs]
-    given = [run[n] for n in ends if n.op == "placeholder"]
-    held = {storage_key(t) for t in tensors_of(given)}
-    values = [t for value in run.values() for t in tensors_of(value) if t.numel()]
+    ends = [pair[side] for pair in region.inputs if pair[side].op == "placeholder"]
+    ends += [new for _, new in region.results] if side else []
+    held = {storage_key(t) for t in tensors_of([run[n] for n in ends])}
+    values = tensors_of([run[p[side]] for p in region.results])
     rows = max((t.numel() // max(t.shape[-1:], default=1) for t in values), default=0)
     return sum(
         bytes_held(t)
