@@ -72,7 +72,6 @@ from autoamp.passes.kernels.table import (
 )
 from autoamp.passes.options import PassOptions
 from autoamp.passes.record import Rewritten
-from autoamp.passes.retreat import LeaveOut
 from autoamp.passes.see.facts import collect_facts
 from autoamp.passes.speeds.speeds import device_for
 from autoamp.passes.write.bindings import with_bindings
@@ -132,6 +131,15 @@ class Pass:
     def name(self) -> str:
         """The name, as in times and notes."""
         return self.run.__name__.strip("_").replace("_", " ")
+
+
+class LeaveOut(Exception):  # noqa: N818 - no error: an instruction
+    """A pass of the list is to be left out; the passes from there on run again."""
+
+    def __init__(self, name: str, why: str) -> None:
+        """Args: `name` of the pass, and the reason."""
+        super().__init__(f"{name}: {why}")
+        self.name = name
 
 
 # -- the passes ----------------------------------------------------------------------

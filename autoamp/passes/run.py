@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,15 +16,13 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.errors import CaptureError
+from autoamp.errors import AutoampError, CaptureError
 from autoamp.messages import printable_line
 from autoamp.passes.check.checks import Checks
 from autoamp.passes.functions import checkpoint_as_python_does
-from autoamp.passes.list import PASSES, Pass, Phase, takes_our_ops
+from autoamp.passes.list import PASSES, LeaveOut, Pass, Phase, takes_our_ops
 from autoamp.passes.options import PassOptions
-from autoamp.passes.prepared import Prepared
-from autoamp.passes.record import Rewritten, Setting
-from autoamp.passes.retreat import RETRIES, LeaveOut, kept_for, wider
+from autoamp.passes.record import Prepared, Rewritten, Setting
 from autoamp.passes.see.meshes import ON_MESH
 from autoamp.passes.see.normalise import UNTRACED, Normalised, normalise
 from autoamp.passes.see.regions import BODY_LEFT, BODY_RECORDS, LOWERED_BODY
@@ -33,6 +31,18 @@ from autoamp.passes.write.hoist_weight_casts import read_wide
 from autoamp.passes.write.scale_edge import scale_inputs
 
 _ANYWHERE = Setting()
+
+RETRIES = 4
+"""How often a pass is run again at most."""
+
+REACHES = (0, 2, 4, 8)
+"""Sizes of a region, in steps from the named nodes; the least that adds nodes is taken.
+
+The largest sizes are there because a low kernel may lay out its result differently, and
+the failure shows only some views further down, at the first view that cannot be made.
+"""
+
+REPORT = "kept in fp32 after a failed check: please report"
 
 
 def rewrite_graph(
@@ -323,6 +333,43 @@ def _callers(gm: fx.GraphModule, body: str) -> list[str]:
     """The calls that take sub-graph `body` as an operand."""
     operands = [n for n in gm.graph.nodes if n.op == "get_attr" and n.target == body]
     return [user.name for n in operands for user in n.users]
+
+
+# -- the retreat: which nodes a pass leaves alone after a failed check -----------------
+
+# One bad node must not take the whole graph back to fp32.  The nodes that an error
+# names are left alone and the pass runs again; if an error comes back, a wider region
+# is left alone, at most `RETRIES` times in all.
+
+
+def wider(error: Exception, graph: fx.Graph, known: Collection[str]) -> list[str]:
+    """The nodes of the smallest region round an error that adds any to `known`.
+
+    Returns:
+        Names of calls of `graph`, in graph order; empty if no region adds any.
+    """
+    named = error.nodes if isinstance(error, AutoampError) else ()
+    for reach in REACHES:
+        fresh = [n for n in _region(named, graph, reach) if n not in known]
+        if fresh:
+            return fresh
+    return []
+
+
+def kept_for(error: Exception) -> str:
+    """The reason, for the report, why nodes stay fp32 after `error`."""
+    return printable_line(f"{REPORT}: {error}")
+
+
+def _region(named: Collection[str], graph: fx.Graph, reach: int) -> list[str]:
+    """The calls within `reach` steps of the named nodes, in graph order."""
+    start = {n for n in graph.nodes if n.name in named}
+    found = {n for n in start if n.op == "call_function"}
+    found = found or {m for n in start for m in n.users if m.op == "call_function"}
+    for _ in range(reach):
+        beside = {m for n in found for m in (*n.all_input_nodes, *n.users)}
+        found |= {n for n in beside if n.op == "call_function"}
+    return [n.name for n in graph.nodes if n in found]
 
 
 # -- for the back end and the report -----------------------------------------------

@@ -25,8 +25,7 @@ from autoamp.passes.decide.cost import PriceModel
 from autoamp.passes.decide.devices import Device
 from autoamp.passes.decide.pins import kept_by
 from autoamp.passes.node_by_node import runs_every_op
-from autoamp.passes.prepared import Prepared
-from autoamp.passes.record import Setting
+from autoamp.passes.record import Prepared, Setting
 from autoamp.passes.run import as_it_is, prepare
 from autoamp.passes.see.meshes import DTENSORS, NESTED, kind_of_tensors
 from autoamp.runtime.graph import (

@@ -22,8 +22,7 @@ from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.messages import class_name
 from autoamp.passes.decide.devices import Device
 from autoamp.passes.options import PassOptions
-from autoamp.passes.prepared import Prepared
-from autoamp.passes.record import Rewritten, Setting
+from autoamp.passes.record import Prepared, Rewritten, Setting
 from autoamp.passes.run import as_it_is, rewrite_normalised
 from autoamp.passes.see.normalise import Normalised
 from autoamp.runtime.conversion import (

@@ -22,8 +22,7 @@ from autoamp.errors import AutoampError
 from autoamp.passes.check.held import Held
 from autoamp.passes.decide.devices import main_device
 from autoamp.passes.node_by_node import GradientSizes, Observer, Runner
-from autoamp.passes.prepared import Prepared
-from autoamp.passes.record import Edge, Rewritten
+from autoamp.passes.record import Edge, Prepared, Rewritten
 from autoamp.training.attach import inputs_of_run
 from autoamp.training.buffers import Written
 from autoamp.training.leaves import Origins

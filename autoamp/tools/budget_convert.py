@@ -24,7 +24,7 @@ from autoamp.errors import (
 from autoamp.messages import op_title, printable_line, told
 from autoamp.passes.decide.assign import Chosen, OpKey
 from autoamp.passes.decide.policies import POLICIES, project
-from autoamp.passes.prepared import Prepared
+from autoamp.passes.record import Prepared
 from autoamp.report.frontier import Check, Frontier, Point
 from autoamp.runtime.eligible import choose_precision
 from autoamp.runtime.examine import (

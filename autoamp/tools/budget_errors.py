@@ -48,8 +48,7 @@ from autoamp.passes.decide.assign import Chosen, OpKey, keys_of
 from autoamp.passes.decide.verdict import CEILING, Classified
 from autoamp.passes.functions import checkpointed
 from autoamp.passes.node_by_node import Observer, Runner
-from autoamp.passes.prepared import Prepared
-from autoamp.passes.record import Rewritten
+from autoamp.passes.record import Prepared, Rewritten
 from autoamp.runtime.examine import before_rewrite
 from autoamp.runtime.stand_in import Heard, StandIn, copied, floats_of, untouched
 from autoamp.tools.budget import GRADIENTS, LOSS, METRIC, OUTPUTS

@@ -29,7 +29,7 @@ from autoamp.messages import advice, class_name, printable_line
 from autoamp.passes.decide.cost import PriceModel
 from autoamp.passes.decide.devices import Device
 from autoamp.passes.functions import attention, layer_norm, op_with_its_state, rms_norm
-from autoamp.passes.prepared import Prepared
+from autoamp.passes.record import Prepared
 from autoamp.passes.write.copied import copied
 from autoamp.passes.write.hoist_weight_casts import FOLDED
 from autoamp.runtime.engine import Engine

@@ -25,8 +25,7 @@ from autoamp.errors import AutoampError, OptionError, UnsupportedModelError
 from autoamp.messages import as_text, class_name, shorten, told
 from autoamp.passes.check.held import Held
 from autoamp.passes.node_by_node import Runner
-from autoamp.passes.prepared import Prepared
-from autoamp.passes.record import Rewritten
+from autoamp.passes.record import Prepared, Rewritten
 from autoamp.runtime.conversion import conversion_of
 from autoamp.runtime.eligible import parameters_of, required_precision
 from autoamp.runtime.engine import Engine

@@ -17,7 +17,7 @@ from autoamp.dtypes import LOW_DTYPES, short_name
 from autoamp.passes.check.saved import storage_key
 from autoamp.passes.decide.devices import Device
 from autoamp.passes.kernels.table import TOGETHER
-from autoamp.passes.prepared import Prepared
+from autoamp.passes.record import Prepared
 from autoamp.report.report import Report
 from autoamp.report.reporting import report_of
 from autoamp.runtime.eligible import parameters_of

@@ -43,7 +43,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"passes.write.emitted"}),
     frozenset({"passes.record"}),
     frozenset({"passes.write"}),
-    frozenset({"passes.kernels", "passes.node_by_node", "passes.prepared"}),
+    frozenset({"passes.kernels", "passes.node_by_node"}),
     frozenset({"passes.check", "passes.speeds"}),
     frozenset({"passes"}),
     frozenset({"training"}),

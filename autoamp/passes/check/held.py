@@ -28,7 +28,7 @@ from autoamp.passes.functions.casts import Dtypes
 from autoamp.passes.node_by_node import Observer, Runner
 from autoamp.passes.op_names import base_name
 from autoamp.passes.options import PassOptions
-from autoamp.passes.prepared import Prepared
+from autoamp.passes.record import Prepared
 from autoamp.passes.see.nodes import source_line
 from autoamp.passes.write.bindings import with_bindings
 from autoamp.passes.write.copied import copied

@@ -347,7 +347,7 @@ PINS: tuple[Pin, ...] = (
 )
 """The pins, in the order they are asked: the first with a reason decides.
 
-A failed check keeps the nodes it names in fp32 before any pin is asked (`retreat.py`).
+A failed check keeps the nodes it names in fp32 before any pin is asked (`passes/run.py`).
 The ceiling, which looks at the whole graph, comes after the pins (`ceiling.py`)."""
 
 
