@@ -35,7 +35,7 @@ def diff(
       autoamp diff resnet.pt2 resnet.onnx precision.json
     """
     from autoamp.errors import AutoampError
-    from autoamp.passes.saved_diff import diff as compared
+    from autoamp.passes.saved import diff as compared
 
     try:
         first = _report(old)

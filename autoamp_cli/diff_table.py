@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from autoamp.messages import counted, printable_line
-from autoamp.passes.op_rows import CastRow, OpRow
-from autoamp.passes.saved_diff import Change, Diff
+from autoamp.passes.rows import CastRow, OpRow
+from autoamp.passes.saved import Change, Diff
 
 _Rows = tuple[str, Sequence[Any], Sequence[str], Callable[[Any], Sequence[str]]]
 """The title of a table, its entries, its columns, and the cells of an entry."""

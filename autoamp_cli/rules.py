@@ -101,7 +101,7 @@ def why(op: str, precision: str | None) -> None:
       autoamp rules why aten::sum.dim_IntList --precision fp16
     """
     from autoamp.messages import printable_line
-    from autoamp.passes.op_names import exists, parse_op_name
+    from autoamp.passes.ops import exists, parse_op_name
     from autoamp.passes.rules import Rules
     from autoamp.passes.rules.model import builtin_path
     from autoamp.passes.rules.parse import unknown_op
@@ -120,8 +120,13 @@ def why(op: str, precision: str | None) -> None:
 
 def _say(title: str, key: str, table: Rules, otherwise: str) -> None:
     """Prints what one set says of an op, overload by overload where these differ."""
-    from autoamp.passes.op_names import op_name, overloads, split_key
-    from autoamp.passes.ops import is_out_variant, takes_tensors
+    from autoamp.passes.ops import (
+        is_out_variant,
+        op_name,
+        overloads,
+        split_key,
+        takes_tensors,
+    )
 
     every = [each for each in overloads(key) if not is_out_variant(each)]
     said: dict[Rule | None, list[str]] = {}

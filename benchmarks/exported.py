@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import autoamp
-from autoamp.passes.saved_diff import diff
+from autoamp.passes.saved import diff
 from autoamp.tools.export_files import plan_in
 
 from . import report

@@ -14,7 +14,7 @@ from autoamp.auto.report_dir import written_to
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype
 from autoamp.errors import AutoampError, OptionError, RulesError
 from autoamp.messages import printable_line
-from autoamp.passes.op_names import parse_op_name
+from autoamp.passes.ops import parse_op_name
 from autoamp.passes.options import BACKENDS, PLACEMENTS
 from autoamp.passes.rules import Rules
 from autoamp.training.options import MASTERS, WEIGHT_COPIES, Options

@@ -1,21 +1,28 @@
-"""Reads a saved report from a JSON file into a `SavedReport`.
+"""Saved reports: one is read from a JSON file, and two are compared.
 
-Nothing in the file is executed, and the type of every value is checked.
+Nothing in a file is executed, and the type of every value is checked.  A comparison
+pairs the graphs and ops of two reports.  Names are unreliable for that: an op inserted
+early turns every later `add_3` into `add_4`.  So ops are aligned as sequences, like the
+lines of two versions of a file.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, NoReturn
 
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.errors import OptionError
 from autoamp.messages import printable_line
-from autoamp.passes.op_rows import (
+from autoamp.passes.rows import (
     FP32,
     SCHEMA,
     VERSION,
@@ -212,3 +219,256 @@ def _shown(value: object) -> str:
 
 def _fail(path: str, problem: str) -> NoReturn:
     raise OptionError(f"{path}: no report of autoamp: {problem}; {_GIVE}")
+
+
+# -- two reports compared --------------------------------------------------------------
+
+DIFF_SCHEMA = "autoamp.diff"
+DIFF_VERSION = 1
+"""Raised when a key is removed or changes its meaning, not when a key is added."""
+
+ALIKE = 0.5
+"""The least share of common ops at which two graphs may be versions of one graph."""
+
+_KEYS: tuple[Callable[[OpRow], Hashable], ...] = (
+    lambda op: (op.op, op.module, op.code),
+    lambda op: (op.op, op.module),
+    lambda op: (op.op, op.name),
+    lambda op: op.op,
+)
+"""The signs that two ops are the same op, from the surest to the weakest.
+
+Names count only where code and modules decide nothing: an op that was inserted early
+may have taken the name of a later op of its kind.
+"""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One op whose precision differs between the old and the new report."""
+
+    old: OpRow
+    new: OpRow
+
+
+@dataclass(frozen=True)
+class Diff:
+    """The differences between two reports, or between two versions of one graph.
+
+    Attributes:
+        old, new: the two files; "" for graphs.
+        models: the class names of the two models.
+        compute_dtypes: the short names of the two low dtypes; "" for none.
+        same: number of ops that have the same precision in both reports.
+        changed: ops that changed precision.
+        appeared, vanished: ops that only one of the reports has.
+        casts_added, casts_removed: casts that only one of the reports has.
+        graphs_appeared, graphs_vanished: keys of graphs that only one of the reports
+            has; their ops and casts are counted nowhere else.
+    """
+
+    old: str = ""
+    new: str = ""
+    models: tuple[str, str] = ("", "")
+    compute_dtypes: tuple[str, str] = ("", "")
+    same: int = 0
+    changed: tuple[Change, ...] = ()
+    appeared: tuple[OpRow, ...] = ()
+    vanished: tuple[OpRow, ...] = ()
+    casts_added: tuple[CastRow, ...] = ()
+    casts_removed: tuple[CastRow, ...] = ()
+    graphs_appeared: tuple[str, ...] = ()
+    graphs_vanished: tuple[str, ...] = ()
+
+    @property
+    def ops_differ(self) -> bool:
+        """Whether an op changed precision, appeared or vanished."""
+        return bool(self.changed or self.appeared or self.vanished)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the two reports place every op and every cast alike."""
+        casts = self.casts_added or self.casts_removed
+        graphs = self.graphs_appeared or self.graphs_vanished
+        return not (self.ops_differ or casts or graphs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The differences as plain values, for JSON."""
+        values = {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+        return {"schema": DIFF_SCHEMA, "version": DIFF_VERSION, **values}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [*map(_plain, value)]
+    if isinstance(value, Change):
+        return {"old": _plain(value.old), "new": _plain(value.new)}
+    if isinstance(value, OpRow | CastRow):
+        keys = OP_KEYS if isinstance(value, OpRow) else CAST_KEYS
+        return {key: getattr(value, key) for key in keys}
+    return value
+
+
+def diff(old: SavedReport, new: SavedReport) -> Diff:
+    """The differences between two reports.
+
+    Example:
+        >>> import os, tempfile, torch, autoamp
+        >>> from autoamp.passes.saved import diff, load
+        >>> def saved(**options):
+        ...     options |= {"precision": "bf16", "do_no_harm": False}
+        ...     model, x = torch.nn.Linear(8, 8), torch.ones(4, 8)
+        ...     path = os.path.join(tempfile.mkdtemp(), "precision.json")
+        ...     _ = autoamp.explain(model, x, options=options).to_json(path)
+        ...     return load(path)
+        >>> found = diff(saved(), saved(deny=["linear"]))
+        >>> [(change.old.name, change.new.precision) for change in found.changed]
+        [('linear', 'fp32')]
+    """
+    pairs = [*_paired_graphs(old.graphs, new.graphs)]
+    found = [diff_graphs(a, b) for a, b in pairs if a is not None and b is not None]
+
+    def together(name: str) -> tuple[Any, ...]:
+        return tuple(itertools.chain(*(getattr(each, name) for each in found)))
+
+    return Diff(
+        old=old.path,
+        new=new.path,
+        models=(old.model, new.model),
+        compute_dtypes=(old.compute_dtype, new.compute_dtype),
+        same=sum(each.same for each in found),
+        changed=together("changed"),
+        appeared=together("appeared"),
+        vanished=together("vanished"),
+        casts_added=together("casts_added"),
+        casts_removed=together("casts_removed"),
+        graphs_appeared=tuple(b.key for a, b in pairs if a is None and b is not None),
+        graphs_vanished=tuple(a.key for a, b in pairs if b is None and a is not None),
+    )
+
+
+def diff_graphs(old: SavedGraph, new: SavedGraph) -> Diff:
+    """The differences between two versions of one graph."""
+    pairs = [*_aligned(old.ops, new.ops, _KEYS)]
+    both = [(a, b) for a, b in pairs if a is not None and b is not None]
+    changed = tuple(Change(a, b) for a, b in both if a.precision != b.precision)
+    renamed = {a.name: b.name for a, b in both}
+    olds = _cast_keys(old, {op.name: renamed.get(op.name) for op in old.ops})
+    news = _cast_keys(new, {op.name: op.name for op in new.ops})
+    return Diff(
+        same=len(both) - len(changed),
+        changed=changed,
+        appeared=tuple(b for a, b in pairs if a is None and b is not None),
+        vanished=tuple(a for a, b in pairs if b is None and a is not None),
+        casts_added=_beyond(new.casts, news, olds),
+        casts_removed=_beyond(old.casts, olds, news),
+    )
+
+
+def likeness(old: SavedGraph, new: SavedGraph) -> float:
+    """The share of ops, 0 to 1, that have the same op and module on both sides."""
+    most = max(len(old.ops), len(new.ops))
+    if not most:
+        return 1.0
+    ours, theirs = (Counter((op.op, op.module) for op in g.ops) for g in (old, new))
+    return (ours & theirs).total() / most
+
+
+def _paired_graphs(
+    old: Sequence[SavedGraph], new: Sequence[SavedGraph]
+) -> Iterator[tuple[SavedGraph | None, SavedGraph | None]]:
+    """Every graph of either side once, with its counterpart or None.
+
+    A graph is paired with the graph of the same key if the two are alike, else with the
+    graph that is most alike, else with None.
+    """
+    by_key = {graph.key: graph for graph in new}
+    partner: dict[str, SavedGraph] = {}
+    for graph in old:
+        same = by_key.get(graph.key)
+        if same is not None and likeness(graph, same) >= ALIKE:
+            partner[graph.key] = by_key.pop(graph.key)
+    for graph in old:
+        if graph.key in partner or not by_key:
+            continue
+        best = max(by_key.values(), key=lambda each: likeness(graph, each))
+        if likeness(graph, best) >= ALIKE:
+            partner[graph.key] = by_key.pop(best.key)
+    yield from ((graph, partner.get(graph.key)) for graph in old)
+    yield from ((None, graph) for graph in new if graph.key in by_key)
+
+
+def _aligned(
+    old: Sequence[OpRow],
+    new: Sequence[OpRow],
+    keys: Sequence[Callable[[OpRow], Hashable]],
+) -> Iterator[tuple[OpRow | None, OpRow | None]]:
+    """Every op of either side once, with its counterpart or None, in graph order.
+
+    Ops are aligned by the first key, and the ops between the matches by later keys.
+    """
+    if not (keys and old and new):
+        yield from ((op, None) for op in old)
+        yield from ((None, op) for op in new)
+        return
+    at_old = at_new = 0
+    for start_old, start_new, length in _blocks(
+        [keys[0](op) for op in old], [keys[0](op) for op in new]
+    ):
+        yield from _aligned(old[at_old:start_old], new[at_new:start_new], keys[1:])
+        at_old, at_new = start_old + length, start_new + length
+        yield from zip(old[start_old:at_old], new[start_new:at_new], strict=True)
+
+
+def _blocks(
+    old: Sequence[Hashable], new: Sequence[Hashable]
+) -> Iterator[tuple[int, int, int]]:
+    """Runs that both sides share, as (start, start, length); the last is empty.
+
+    The common beginning and end are found first, because `SequenceMatcher` needs
+    quadratic time for keys that repeat, as in an unrolled loop.
+    """
+    head = _common(old, new)
+    tail = _common(old[head:][::-1], new[head:][::-1])
+    yield 0, 0, head
+    matcher = SequenceMatcher(
+        None, old[head : len(old) - tail], new[head : len(new) - tail], autojunk=False
+    )
+    for a, b, length in matcher.get_matching_blocks():
+        yield a + head, b + head, length
+    yield len(old) - tail, len(new) - tail, tail
+
+
+def _common(old: Sequence[Hashable], new: Sequence[Hashable]) -> int:
+    """The length of the common beginning."""
+    pairs = zip(old, new, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _cast_keys(
+    graph: SavedGraph, new_names: Mapping[str, str | None]
+) -> list[Hashable]:
+    """A key for each cast of a graph, equal for casts that correspond.
+
+    A cast is identified by the op whose result is cast, under its name in the new
+    report, or by the name of the weight.  Names of other inputs shift, so the cast of
+    another input is identified by its size.
+    """
+    keys: list[Hashable] = []
+    for cast in graph.casts:
+        of: Hashable = cast.value if cast.kind == "weight" else cast.bytes
+        keys.append((cast.kind, cast.dtype, new_names.get(cast.value, of)))
+    return keys
+
+
+def _beyond(
+    casts: Sequence[CastRow], keys: Sequence[Hashable], others: Sequence[Hashable]
+) -> tuple[CastRow, ...]:
+    """The casts whose keys `others` lacks, or has less often."""
+    there, found = Counter(others), []
+    for cast, key in zip(casts, keys, strict=True):
+        if there[key] > 0:
+            there[key] -= 1
+        else:
+            found.append(cast)
+    return tuple(found)

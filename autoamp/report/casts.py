@@ -29,8 +29,7 @@ from autoamp.passes.functions import (
     unscaled_weights,
 )
 from autoamp.passes.functions.rotary import rotary
-from autoamp.passes.op_rows import CastRow
-from autoamp.passes.rows import Section
+from autoamp.passes.rows import CastRow, Section
 from autoamp.passes.see.facts import Facts
 from autoamp.passes.see.nodes import tensors_of
 from autoamp.passes.write.emitted import CAST_KIND, TOGETHER, USES, WEIGHT_PATH

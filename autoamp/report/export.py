@@ -16,8 +16,15 @@ from torch import fx
 from autoamp.dtypes import LOW_DTYPES, short_name
 from autoamp.messages import attempt, portable, portable_place
 from autoamp.passes.decide.devices import NEUTRAL, figures_of
-from autoamp.passes.op_rows import FP32, SCHEMA, VERSION, OpRow
-from autoamp.passes.rows import Section, portable_row, target_name
+from autoamp.passes.rows import (
+    FP32,
+    SCHEMA,
+    VERSION,
+    OpRow,
+    Section,
+    portable_row,
+    target_name,
+)
 from autoamp.passes.see.nodes import tensors_of
 from autoamp.passes.write.emitted import is_use
 from autoamp.report.figures import Document

@@ -29,10 +29,17 @@ from autoamp.passes.decide.cost import (
 from autoamp.passes.decide.devices import NEUTRAL, Device
 from autoamp.passes.decide.flops import flops_of
 from autoamp.passes.decide.policies import POLICIES
-from autoamp.passes.op_names import split_key
-from autoamp.passes.op_rows import CastRow, OpRow
+from autoamp.passes.ops import split_key
 from autoamp.passes.record import Rewritten
-from autoamp.passes.rows import AUTOCAST, OURS, Costs, Section, sections_of
+from autoamp.passes.rows import (
+    AUTOCAST,
+    OURS,
+    CastRow,
+    Costs,
+    OpRow,
+    Section,
+    sections_of,
+)
 from autoamp.passes.rules import family
 from autoamp.passes.see.facts import NodeFacts
 from autoamp.report.casts import CastCounts, cast_counts

@@ -21,8 +21,7 @@ from autoamp.messages import (
 )
 from autoamp.passes.decide.pins import kept_by
 from autoamp.passes.functions import laid_out
-from autoamp.passes.op_rows import OpRow
-from autoamp.passes.rows import Section
+from autoamp.passes.rows import OpRow, Section
 from autoamp.passes.write.layouts import LAST
 from autoamp.report.casts import compiled_text, counts_text
 from autoamp.report.figures import (

@@ -30,8 +30,7 @@ from autoamp.messages import (
     seconds_text,
     shorten,
 )
-from autoamp.passes.op_rows import CastRow, OpRow
-from autoamp.passes.rows import Costs, Section
+from autoamp.passes.rows import CastRow, Costs, OpRow, Section
 from autoamp.report.casts import compiled_text, counts_text, unrounded
 from autoamp.report.figures import (
     MULTIPLE,

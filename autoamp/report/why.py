@@ -19,9 +19,8 @@ from autoamp.passes.decide.mincut import Group, Network, Problem, Solution, solv
 from autoamp.passes.decide.pins import kept_by
 from autoamp.passes.decide.problem import contradiction_of, held, promised_casts
 from autoamp.passes.decide.verdict import CEILING, GAVE_UP, Verdict
-from autoamp.passes.op_rows import FP32, CastRow, OpRow
 from autoamp.passes.record import Rewritten
-from autoamp.passes.rows import Section, allow_in_fp32
+from autoamp.passes.rows import FP32, CastRow, OpRow, Section, allow_in_fp32
 from autoamp.passes.rules import Category
 from autoamp.passes.run import placed_again
 from autoamp.passes.write.layouts import LAST

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from autoamp.errors import LockError
 from autoamp.messages import counted, log_once, printable_line
-from autoamp.passes.op_rows import OpRow, SavedGraph, SavedReport
-from autoamp.passes.rows import saved_graph, sections_of
-from autoamp.passes.saved_diff import ALIKE, Diff, diff_graphs, likeness
+from autoamp.passes.rows import OpRow, SavedGraph, SavedReport, saved_graph, sections_of
+from autoamp.passes.saved import ALIKE, Diff, diff_graphs, likeness
 from autoamp.runtime.graph import Graph
 from autoamp.runtime.record import Record
 

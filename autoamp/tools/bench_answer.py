@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autoamp.passes.decide.devices import Device
-from autoamp.passes.op_rows import OpRow
+from autoamp.passes.rows import OpRow
 from autoamp.passes.speeds.clock import surely_less
 from autoamp.report.findings import is_users_choice
 from autoamp.report.report import Report

@@ -42,8 +42,8 @@ from autoamp.messages import (
 )
 from autoamp.passes.check.held import Held
 from autoamp.passes.node_by_node import Observer, Runner
-from autoamp.passes.op_rows import OpRow
 from autoamp.passes.record import Prepared, Rewritten
+from autoamp.passes.rows import OpRow
 from autoamp.passes.write.emitted import stands_for
 from autoamp.passes.write.meshes import crossed, stands_in
 from autoamp.report.reporting import report_of

@@ -23,7 +23,7 @@ import torch
 from autoamp import compat
 from autoamp.errors import ExportError, OptionError
 from autoamp.messages import printable_line
-from autoamp.passes.op_rows import SavedReport
+from autoamp.passes.rows import SavedReport
 from autoamp.tools import export_onnx as onnx_files
 from autoamp.tools.export_plan import Plan, check_program, plan_from, plan_kept_in
 from autoamp.tools.export_targets import SUFFIXES, Kind, Target, check_installed

@@ -15,8 +15,7 @@ from autoamp import compat
 from autoamp.dtypes import short_name
 from autoamp.errors import ExportError, VerificationError
 from autoamp.messages import class_name, counted
-from autoamp.passes.op_names import base_name
-from autoamp.passes.ops import is_view
+from autoamp.passes.ops import base_name, is_view
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.graph import Graph
 from autoamp.tools.export_plan import made_by

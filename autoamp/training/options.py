@@ -13,8 +13,8 @@ from autoamp import compat
 from autoamp.dtypes import UNSCALED
 from autoamp.errors import OptionError
 from autoamp.messages import log_once
-from autoamp.passes.op_rows import SavedReport
 from autoamp.passes.options import PassOptions, choice, names_of, switch
+from autoamp.passes.rows import SavedReport
 from autoamp.passes.saved import load
 from autoamp.training.scale import LOSS_SCALES, resolve_loss_scale
 

@@ -20,7 +20,7 @@ from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
 from autoamp.passes.functions import checkpointed
 from autoamp.passes.node_by_node import UNROLLED, Observer
-from autoamp.passes.op_names import base_name
+from autoamp.passes.ops import base_name
 from autoamp.passes.see.nodes import read_operands, written_values
 from autoamp.passes.write.meshes import stands_in
 from autoamp.training.trail import (

@@ -12,7 +12,7 @@ from torch import fx
 
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.messages import advice
-from autoamp.passes.op_names import parse_op_name
+from autoamp.passes.ops import parse_op_name
 from autoamp.passes.record import Rewritten
 from autoamp.training.culprit import harmful, nearest
 from autoamp.training.options import Options

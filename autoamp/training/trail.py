@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp import compat
-from autoamp.passes.op_names import op_name
+from autoamp.passes.ops import op_name
 from autoamp.passes.see.nodes import source_line
 from autoamp.passes.write.emitted import TOGETHER, is_inserted, parts_for, stands_for
 

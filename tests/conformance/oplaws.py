@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from autoamp.passes.op_names import base_name
+from autoamp.passes.ops import base_name
 from autoamp.passes.record import Rewritten
 from autoamp.passes.rules import Rules
 from tests.conformance.opinfo import Case, Outcome, Wrapped, dense, plain, run, runs

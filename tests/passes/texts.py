@@ -29,7 +29,7 @@ from autoamp.passes import run
 from autoamp.passes.check.checks import Checks
 from autoamp.passes.decide.devices import Device
 from autoamp.passes.list import PASSES, Pass, Phase, copies_of, takes_our_ops
-from autoamp.passes.op_names import base_name
+from autoamp.passes.ops import base_name
 from autoamp.passes.record import Rewritten, Setting
 from autoamp.passes.see.normalise import normalise
 from autoamp.passes.write.copied import copied

@@ -13,9 +13,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 import autoamp
-from autoamp.passes.op_rows import SavedReport
-from autoamp.passes.saved import load
-from autoamp.passes.saved_diff import diff
+from autoamp.passes.rows import SavedReport
+from autoamp.passes.saved import diff, load
 from autoamp_cli import main
 from tests.report.saved_reports import cast, document, layers, saved, text
 from tests.says import says

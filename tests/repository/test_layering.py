@@ -31,7 +31,6 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"messages"}),
     frozenset({"errors", "dtypes"}),
     frozenset({"compat"}),
-    frozenset({"passes.op_names"}),
     frozenset({"passes.ops"}),
     frozenset({"passes.functions", "passes.rules"}),
     frozenset({"passes.kernels.algebra"}),

@@ -26,7 +26,7 @@ from autoamp.passes.check.numbers import check_same_calls
 from autoamp.passes.functions import dtypes_in, op_with_its_state, with_dtypes
 from autoamp.passes.functions.casts import Dtypes
 from autoamp.passes.node_by_node import Observer, Runner
-from autoamp.passes.op_names import base_name
+from autoamp.passes.ops import base_name
 from autoamp.passes.options import PassOptions
 from autoamp.passes.record import Prepared
 from autoamp.passes.see.nodes import source_line

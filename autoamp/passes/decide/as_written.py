@@ -14,8 +14,7 @@ from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.passes.decide.verdict import AUTHOR, Mode, Verdict, all_of
 from autoamp.passes.functions import checkpointed
-from autoamp.passes.op_names import base_name
-from autoamp.passes.ops import bodies_of, is_custom, is_out_variant, mutates
+from autoamp.passes.ops import base_name, bodies_of, is_custom, is_out_variant, mutates
 from autoamp.passes.rules import Category, family
 from autoamp.passes.see.facts import Facts, NodeFacts
 from autoamp.passes.see.nodes import argument, named_arguments, tensors_of

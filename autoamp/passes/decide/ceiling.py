@@ -23,8 +23,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.passes.decide.verdict import CEILING, Classified, Verdict
-from autoamp.passes.op_names import base_name
-from autoamp.passes.ops import is_view
+from autoamp.passes.ops import base_name, is_view
 from autoamp.passes.rules import Category, family
 from autoamp.passes.see.facts import NodeFacts
 

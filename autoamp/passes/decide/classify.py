@@ -28,8 +28,7 @@ from autoamp.passes.decide.numbers import cut_off, extreme_values, known_numbers
 from autoamp.passes.decide.pins import Context, Site, first_pin, held_by_strides
 from autoamp.passes.decide.verdict import GAVE_UP, Classified, Mode, Verdict, all_of
 from autoamp.passes.functions import STATE
-from autoamp.passes.op_names import base_name
-from autoamp.passes.ops import is_custom, is_inplace, is_pointwise, is_view
+from autoamp.passes.ops import base_name, is_custom, is_inplace, is_pointwise, is_view
 from autoamp.passes.rules import Category, Condition, Rule, Rules, family
 from autoamp.passes.see.facts import Facts, NodeFacts, Operand, read_wide
 from autoamp.passes.see.nodes import argument, tensors_of

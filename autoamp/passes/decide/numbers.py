@@ -17,8 +17,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.dtypes import largest, short_name, smallest
 from autoamp.passes.decide.verdict import Classified
-from autoamp.passes.op_names import base_name
-from autoamp.passes.ops import is_pointwise, is_random, mutates
+from autoamp.passes.ops import base_name, is_pointwise, is_random, mutates
 from autoamp.passes.rules import Category, Rule, family
 from autoamp.passes.see.facts import Facts
 from autoamp.passes.see.nodes import argument, named_arguments

@@ -17,8 +17,7 @@ from autoamp import compat
 from autoamp.passes.decide.numbers import Known, literal_reason
 from autoamp.passes.decide.verdict import BACKWARD, Verdict
 from autoamp.passes.functions.norms import OWN_NORMS
-from autoamp.passes.op_names import base_name
-from autoamp.passes.ops import is_pointwise, is_view
+from autoamp.passes.ops import base_name, is_pointwise, is_view
 from autoamp.passes.rules import Rules, family
 from autoamp.passes.see.facts import Facts, NodeFacts
 from autoamp.passes.see.nodes import argument, named_arguments, tensors_of
@@ -347,8 +346,8 @@ PINS: tuple[Pin, ...] = (
 )
 """The pins, in the order they are asked: the first with a reason decides.
 
-A failed check keeps the nodes it names in fp32 before any pin is asked (`passes/run.py`).
-The ceiling, which looks at the whole graph, comes after the pins (`ceiling.py`)."""
+A failed check keeps the nodes it names in fp32 before any pin is asked (`run.py`).  The
+ceiling, which looks at the whole graph, comes after the pins (`ceiling.py`)."""
 
 
 def first_pin(at: Site) -> tuple[Pin, str] | None:

@@ -38,8 +38,7 @@ from autoamp.passes.kernels.match import (
     sizes_of,
 )
 from autoamp.passes.kernels.table import ATTENTION, CAUSAL_MASK
-from autoamp.passes.op_names import base_name
-from autoamp.passes.ops import mutates
+from autoamp.passes.ops import base_name, mutates
 from autoamp.passes.options import PassOptions
 from autoamp.passes.see.nodes import KERNEL, ForChain, tensors_of, written_values
 

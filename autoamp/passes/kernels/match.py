@@ -12,8 +12,7 @@ from torch import Tensor, fx
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE
 from autoamp.passes.decide.pins import kept_by
-from autoamp.passes.op_names import base_name
-from autoamp.passes.ops import has_effect, mutates
+from autoamp.passes.ops import base_name, has_effect, mutates
 from autoamp.passes.rules import Category, Rules, family
 from autoamp.passes.see.nodes import module_paths, tensors_of, written_values
 from autoamp.passes.see.regions import Regions

@@ -43,8 +43,7 @@ from autoamp.passes.kernels.algebra import Algebra, Form, UnknownError, form_of
 from autoamp.passes.kernels.match import Chain, is_cast, sizes_of
 from autoamp.passes.kernels.meaning import Meaning, meaning, row_sum, slope
 from autoamp.passes.kernels.table import KERNELS, Kernel
-from autoamp.passes.op_names import base_name
-from autoamp.passes.ops import bodies_of
+from autoamp.passes.ops import base_name, bodies_of
 
 TOLERANCE = 2.0**-22
 """The largest difference, as a share of the largest number of a row, or of the element:

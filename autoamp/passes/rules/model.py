@@ -10,7 +10,7 @@ from pathlib import Path
 
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.errors import RulesError
-from autoamp.passes.op_names import parse_op_name
+from autoamp.passes.ops import parse_op_name
 
 ConditionValue = bool | int | float | str | tuple[float, float]
 """The value a condition compares with; a pair of numbers for `exponent_outside`."""

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from autoamp import compat
 from autoamp.dtypes import TORCH_NAMES
 from autoamp.errors import RulesError
-from autoamp.passes.op_names import close_names, exists, overloads, parse_op_name
+from autoamp.passes.ops import close_names, exists, overloads, parse_op_name
 from autoamp.passes.rules.model import (
     Category,
     Condition,

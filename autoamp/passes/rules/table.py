@@ -15,8 +15,14 @@ from torch._ops import OpOverload
 
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype
 from autoamp.errors import RulesError
-from autoamp.passes.op_names import base_name, exists, op_name, parse_op_name, split_key
-from autoamp.passes.ops import is_out_variant
+from autoamp.passes.ops import (
+    base_name,
+    exists,
+    is_out_variant,
+    op_name,
+    parse_op_name,
+    split_key,
+)
 from autoamp.passes.rules.model import BUILTIN, FACTS, Category, Rule, builtin_path
 from autoamp.passes.rules.parse import read, unknown_op
 

@@ -20,8 +20,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE
 from autoamp.passes.functions import BOTH_WAYS, STATE, WITH_FP32_STATE
-from autoamp.passes.op_names import base_name, op_name
-from autoamp.passes.ops import is_inplace, is_pointwise
+from autoamp.passes.ops import base_name, is_inplace, is_pointwise, op_name
 from autoamp.passes.rules import family
 from autoamp.passes.see.meshes import HELD
 from autoamp.passes.see.nodes import (

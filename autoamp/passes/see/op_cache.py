@@ -14,13 +14,13 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.passes.op_names import overloads
 from autoamp.passes.ops import (
     aliasing_arguments,
     is_inplace,
     is_view,
     lays_out_anew,
     mutates,
+    overloads,
 )
 from autoamp.passes.see.regions import CONTROL_FLOW
 

@@ -16,8 +16,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.errors import CaptureError
-from autoamp.passes.op_names import base_name
-from autoamp.passes.ops import HIDDEN_WRITES, mutated_arguments
+from autoamp.passes.ops import HIDDEN_WRITES, base_name, mutated_arguments
 
 CALLED_IN = "autoamp_called_in"
 """Set in the `meta` of a sub-graph: the regions it is called in, outermost first."""

@@ -33,8 +33,7 @@ from autoamp.passes.decide.assign import Assignment
 from autoamp.passes.decide.numbers import scales
 from autoamp.passes.decide.verdict import GAVE_UP, Classified, Mode
 from autoamp.passes.functions import WITH_FP32_STATE
-from autoamp.passes.op_names import base_name
-from autoamp.passes.ops import is_out_variant, is_view
+from autoamp.passes.ops import base_name, is_out_variant, is_view
 from autoamp.passes.rules import family
 from autoamp.passes.see.facts import NodeFacts
 from autoamp.passes.write.emitted import Cast, Emitted, dtype_of

@@ -40,8 +40,7 @@ from autoamp.passes.functions import (
     low_weight_unscaled,
     rms_norm,
 )
-from autoamp.passes.op_names import base_name
-from autoamp.passes.ops import is_inplace, is_pointwise, is_random, is_view
+from autoamp.passes.ops import base_name, is_inplace, is_pointwise, is_random, is_view
 from autoamp.passes.rules import family
 from autoamp.passes.see.facts import NodeFacts
 from autoamp.passes.see.nodes import written_values

@@ -24,8 +24,7 @@ from typing import Any
 
 from autoamp.passes.decide.ceiling import promotes_to_low, root_of
 from autoamp.passes.decide.verdict import CEILING
-from autoamp.passes.op_rows import FP32, OpRow
-from autoamp.passes.rows import Section
+from autoamp.passes.rows import FP32, OpRow, Section
 from autoamp.report.page.drawing import Box
 from autoamp.report.why import (
     Flip,

@@ -48,8 +48,7 @@ from autoamp.messages import (
     seconds_text,
     shorten,
 )
-from autoamp.passes.op_rows import FP32, CastRow, OpRow
-from autoamp.passes.rows import Section
+from autoamp.passes.rows import FP32, CastRow, OpRow, Section
 from autoamp.report.figures import Document, Headline, Island, stayed_groups
 from autoamp.report.findings import ERROR, FOOTNOTE, WAYS, gains_of, runs_low
 from autoamp.report.frontier import Frontier, Point

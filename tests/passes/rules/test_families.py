@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import autoamp
-from autoamp.passes.op_names import exists
+from autoamp.passes.ops import exists
 from autoamp.passes.rules import family
 from autoamp.passes.rules.model import builtin_path
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from autoamp.errors import RulesError
-from autoamp.passes import op_names
+from autoamp.passes import ops
 from autoamp.passes.rules import Category, Condition, Rule, Rules, model, parse
 from tests.says import says
 from tests.small_models import Of, rewritten
@@ -55,7 +55,7 @@ NEW_OPS = {"_upsample_lanczos2d_aa"}
 def test_every_named_op_is_in_this_torch(name: str) -> None:
     tables = raw(name)
     names = [key for c in Category for key in tables.get(c, {})]
-    missing = {n for n in names if not op_names.exists(op_names.parse_op_name(n))}
+    missing = {n for n in names if not ops.exists(ops.parse_op_name(n))}
     assert missing <= (NEW_OPS if OLDER_TORCH else set())
     # None twice, and none dropped but for those.
     assert len(names) - len(missing) == len(Rules.load(name).table)
@@ -86,7 +86,7 @@ def test_every_op_torch_autocast_knows_has_a_rule(name: str) -> None:
         op
         for compat in ("torch-cuda", "torch-cpu")
         for op in Rules.load(compat).table
-        if any(rules.lookup(target) is None for target in op_names.overloads(op))
+        if any(rules.lookup(target) is None for target in ops.overloads(op))
     ]
     assert missing == []
 
@@ -97,7 +97,7 @@ def test_pure_views_are_clear(name: str) -> None:
     denied = {"imag", "view_as_complex", "view_as_real"}  # their dtype is complex64
     wrong = []
     for op in rules.table:
-        for target in op_names.overloads(op):
+        for target in ops.overloads(op):
             declared = [
                 r.alias_info is not None and not r.alias_info.is_write
                 for r in target._schema.returns
@@ -375,7 +375,7 @@ def test_autocast_on_this_cpu_does_what_its_set_says(
     op: str, dtype: torch.dtype
 ) -> None:
     rules = Rules.load("torch-cpu").table
-    rule = next(r for k, r in rules.items() if op_names.split_key(k)[1] == op)
+    rule = next(r for k, r in rules.items() if ops.split_key(k)[1] == op)
     x = torch.eye(4).to(dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         result = AUTOCAST_CPU[op](x).dtype

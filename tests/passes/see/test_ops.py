@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch._ops import OpOverload
 
-from autoamp.passes import op_names, ops
+from autoamp.passes import ops
 
 aten = torch.ops.aten
 
@@ -38,8 +38,8 @@ aten = torch.ops.aten
     ],
 )
 def test_every_spelling_has_one_key(spelt: str, key: str) -> None:
-    assert op_names.parse_op_name(spelt) == key
-    assert op_names.parse_op_name(key) == key
+    assert ops.parse_op_name(spelt) == key
+    assert ops.parse_op_name(key) == key
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_every_spelling_has_one_key(spelt: str, key: str) -> None:
     ],
 )
 def test_existence(key: str, there: bool) -> None:
-    assert op_names.exists(key) is there
+    assert ops.exists(key) is there
 
 
 @pytest.mark.parametrize(
@@ -73,10 +73,10 @@ def test_existence(key: str, there: bool) -> None:
     ],
 )
 def test_close_names_exist_and_hold_what_was_meant(key: str, close: str) -> None:
-    found = op_names.close_names(key)
+    found = ops.close_names(key)
     assert close in found
-    assert all(op_names.exists(name) for name in found)
-    assert op_names.close_names(key, limit=1) == found[:1]
+    assert all(ops.exists(name) for name in found)
+    assert ops.close_names(key, limit=1) == found[:1]
 
 
 # -- writing ---------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_every_op_given_running_statistics_is_known_to_write_them_or_not() -> No
     for name in torch._C._dispatch_get_all_op_names():
         base = name.partition(".")[0]
         if base.startswith("aten::") and not base.endswith("_backward"):
-            for target in op_names.overloads(base):
+            for target in ops.overloads(base):
                 arguments = {a.name: a for a in target._schema.arguments}
                 stats = arguments.get("running_mean")
                 if stats is not None and stats.alias_info is None:
