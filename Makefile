@@ -116,7 +116,7 @@ conformance: $(VENV)/.ready $(VENV)/.zoo ## Every op, every peer's own cases, ra
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/conformance \
 	  --trust-table benchmarks/results/trust
 
-mutants: $(VENV)/.ready ## Which faults planted in place/ and rewrite/ the tests find (hours)
+mutants: $(VENV)/.ready ## Which faults planted in the passes the tests find (hours)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
 	  --constraint constraints.txt --editable '.[mutation]'
 	$(BIN)/python -m benchmarks.mutation

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
 from tests import golden
-from tests.passes.texts import PASSES, Device, Example, document
+from tests.passes.texts import PASSES, Device, Example, document, with_table
 
 
 @torch.library.custom_op("autoamp_tests::double_", mutates_args=("x",))
@@ -471,3 +471,8 @@ def test_the_graph_before_and_after(name: str, monkeypatch: pytest.MonkeyPatch) 
 def test_no_text_is_of_a_pass_that_is_gone() -> None:
     names = {name.replace(" ", "_") for name in EXAMPLES}
     assert {path.stem for path in GOLDEN.iterdir()} == names
+
+
+def test_the_documentation_lists_the_passes() -> None:
+    page = Path(__file__).parents[2] / "docs" / "how-it-works.md"
+    golden.check(with_table(page.read_text("utf-8")), page)

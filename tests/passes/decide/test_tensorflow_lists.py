@@ -24,7 +24,7 @@ from tests.strategies import Program, inputs, programs
 SIDE = 16
 PRECISIONS = ("fp16", "bf16")
 X = torch.rand(SIDE, SIDE, generator=torch.Generator().manual_seed(1)) + 0.5
-DOCS = Path(__file__).parents[3] / "docs" / "how-it-works.md"
+DOCS = Path(__file__).parents[3] / "docs" / "details.md"
 
 
 def of(function: Callable[..., Any]) -> Of:
@@ -186,7 +186,7 @@ def test_a_pin_of_ours_is_off(case: str) -> None:
     assert near, "nothing was cut off"
 
 
-# -- those that stay: docs/how-it-works.md lists them ----------------------------------
+# -- those that stay: docs/details.md lists them ----------------------------------
 
 
 def pooled(m: Of, x: Tensor) -> Tensor:
