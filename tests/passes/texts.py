@@ -248,12 +248,15 @@ def _word(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
-# -- the list, as a table for readers ---------------------------------------------------
+# -- the list, as a table for readers --------------------------------------------------
 
 
 def table_of_passes() -> str:
     """The passes in Markdown: what holds after each, and how it changes rounding."""
-    lines = ["| pass | what holds after it | how it changes rounding |", "|---|---|---|"]
+    lines = [
+        "| pass | what holds after it | how it changes rounding |",
+        "|---|---|---|",
+    ]
     for each in PASSES:
         law = (each.run.__doc__ or "").rstrip(".")
         lines.append(f"| `{each.name}` | {law} | {each.rounding} |")
@@ -262,9 +265,9 @@ def table_of_passes() -> str:
 
 def with_table(page: str) -> str:
     """A page with the table between its two marks."""
-    head, begins, rest = page.partition(BEGINS)
+    head, _, rest = page.partition(BEGINS)
     _, ends, tail = rest.partition(ENDS)
-    assert begins and ends, "the page has no place for the table of passes"
+    assert ends, "the page has no place for the table of passes"
     return f"{head}{BEGINS}\n{table_of_passes()}\n{ENDS}{tail}"
 
 
