@@ -112,6 +112,7 @@ def _with_four(tensor: Tensor) -> Tensor:
 def later_keys(queries: int, keys: int, first: int, like: Tensor) -> Tensor:
     """Where a key comes after the query, for queries from number `first` on."""
     ones = torch.ones(queries, keys, dtype=torch.bool, device=like.device)
+    # The mask of a block begins at its first query.
     return ones.triu_(first + 1)
 
 
@@ -163,9 +164,10 @@ def stepped_back_(slopes: Tensor, steps: Sequence[Step], first: int = 0) -> Tens
 
     No gradient flows to scores that were filled in, and no NaN of a query that sees no
     key.
-    If later keys alone are hidden, each query sees one, and the others have no weight.
     """
     if hides_later_keys_alone(steps):
+        # Each query sees one key at least, so that no row is NaN, and the hidden scores
+        # have slopes of 0 as they have no weight.
         steps = [step for step in steps if step.kind is Kind.SCALE]
     for step in reversed(steps):
         if step.kind is Kind.SCALE:
@@ -211,11 +213,14 @@ def for_kernel(steps: Sequence[Step], query: Tensor, keys: int) -> KernelScores:
             assert step.tensor is not None
             mask = step.tensor if mask is None else mask + step.tensor
             if filled > -torch.inf:
+                # The largest number added bounds how large a filled score can have
+                # become.
                 filled += float(step.tensor.max())
         else:
             filled = max(filled, step.number)
             if not only_causal:
                 mask = _hiding(mask, step, query, keys)
+    # Torch's kernel takes a mask in fp32, or in the dtype of the query.
     if mask is not None and mask.dtype != query.dtype:
         mask = mask.to(HIGH_DTYPE)
     causal = only_causal and any(step.kind is Kind.CAUSAL for step in steps)
@@ -287,6 +292,7 @@ def _forward(  # noqa: PLR0917 - as its schema
     assert _KERNELS is not None
     steps = steps_of(tensors, kinds, numbers)
     given = for_kernel(steps, query, key.shape[2])
+    # The kernel reads each row as one run of memory.
     rows = [t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value)]
     result, sums = _KERNELS[0](
         *rows, 0.0, given.is_causal, attn_mask=given.mask, scale=given.scale
@@ -332,12 +338,19 @@ def _backward(  # noqa: PLR0917 - as its schema
     of_query, of_key, of_value = (torch.empty_like(t) for t in (query, key, value))
     sums: tuple[Tensor, Tensor] | None = None
     for part in _parts(query, key, value, steps):
+        # In fp32: 16-bit sums over blocks of queries lose the gradients of keys and
+        # values.
         slopes = _wide(part.of(grad))
         weights = part.weights(safe=safe)
+        # The average is of these weights themselves, not of the result rounded to 16
+        # bits, whose error all scores of a query would share.
         found = compat.softmax_gradient(slopes @ part.value.mT, weights)
         stepped_back_(found, part.steps, part.first)
+        # `part.query` carries the factor already, so that only this gradient still
+        # needs it.
         torch.mul(found @ part.key, part.scale, out=part.of(of_query))
         some = found.mT @ part.query, weights.mT @ slopes
+        # Added up in fp32 over all parts, and rounded once.
         if part.is_last:  # it sees all keys
             for whole, total, own in zip(
                 (of_key, of_value), sums or some, some, strict=True
@@ -400,11 +413,14 @@ def _parts(
     scale, steps = leading_scale(steps)
     queries, keys, width = query.shape[2], key.shape[2], query.shape[3]
     is_causal = hides_later_keys_alone(steps)
+    # Causal queries are cut into steps, each of which leaves out the keys after its
+    # last query.
     rows = max(_FEWEST, -(-queries // _STAIRS)) if is_causal else queries
     threads = torch.get_num_threads()
     room = threads * _CACHE // (2 * HIGH_DTYPE.itemsize)
     for heads in _some_heads(query, room // (width * (queries + keys) + rows * keys)):
         wide = [_wide(t[heads]) for t in (query, key, value)]
+        # The queries are fewer numbers than the scores.
         wide[0] = wide[0] * scale
         count = min(rows, max(_FEWEST, room // (keys * wide[0].shape[:2].numel())))
         for first in range(0, queries, count):
@@ -423,6 +439,7 @@ def _wide(tensor: Tensor) -> Tensor:
 def _some_heads(query: Tensor, count: int) -> Iterator[tuple[slice, slice]]:
     """All batches and heads, `count` heads at a time, or one for each thread."""
     batch, heads = query.shape[:2]
+    # A product of fewer matrices than threads leaves threads idle.
     count = max(count, torch.get_num_threads())
     if count >= heads:
         step = count // heads
@@ -495,6 +512,8 @@ class _Attention(torch.autograd.Function):
         written: bool,
         *tensors: Tensor,
     ) -> Tensor:
+        # A query that sees no key: torch's kernel gives it weights of 0, and the calls
+        # as they were written gave NaN.
         ctx.given = kinds, numbers, bool(tensors) and not written
         ctx.save_for_backward(query, key, value, *tensors)
         if written:
@@ -607,6 +626,7 @@ def attention(  # noqa: PLR0917 - as torch's op
     if (
         not (dropout_p or enable_gqa)
         and _fits(*operands)
+        # A subclass, such as a DTensor, has its own attention.
         and all(type(t) in _PLAIN for t in operands)
         and not compat.transforms_active()
         and compat.runs_one_kernel(*operands, 0.0, is_causal, scale=scale)

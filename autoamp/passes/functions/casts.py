@@ -46,6 +46,8 @@ class LowWeight(torch.autograd.Function):
     ) -> Tensor:
         ctx.dtype, ctx.edge = weight.dtype, (inv, found_inf)
         ctx.plain, ctx.is_leaf = weight.is_contiguous(), weight.is_leaf
+        # Returned itself, the cached copy would be marked by autograd: it would require
+        # a gradient, and have a `grad_fn`, in every later call.
         return copy.detach()
 
     @staticmethod
@@ -73,6 +75,8 @@ def _of_weight(
         wide = near.to(kind.dtype, memory_format=torch.contiguous_format)
     if inv is None or found_inf is None:
         return wide
+    # `to` gives the gradient itself where the dtype is the same; hooks of the user's
+    # may hold that tensor.
     if wide is grad or wide.layout != torch.strided:  # not ours to write to
         wide = gradient(inv, found_inf, wide)
     else:
@@ -90,6 +94,8 @@ def low_weight(weight: Tensor, copy: Tensor) -> Tensor:
     fp32, and none flows to `copy`.
     """
     if _autograd_casts(weight, copy):
+        # No Function of Python's in the backward: autograd casts to the weight's dtype
+        # before it sums the uses.
         return compat.seen_as(weight, copy)
     return _apply_low_weight(weight, copy, None, None)
 
@@ -143,6 +149,8 @@ class _HalfLeafUnscaled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, inv: Tensor, found_inf: Tensor) -> Tensor:
+        # Kept as attributes, since `save_for_backward` would pin the version of
+        # `found_inf`, which other backwards write to.
         ctx.inv, ctx.found_inf = inv, found_inf
         return leaf.detach()
 
@@ -200,6 +208,8 @@ class _Together(torch.autograd.Function):
         found_inf: Tensor | None,
         *given: Tensor,
     ) -> tuple[Tensor, ...]:
+        # A weight that no loss reaches then has None, and not a gradient of zeros,
+        # which an optimizer with weight decay would step by.
         ctx.set_materialize_grads(False)
         weights = given[:count]
         ctx.edge, ctx.given = (inv, found_inf), len(given)
@@ -210,6 +220,8 @@ class _Together(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         rest = (None,) * (ctx.given - len(grads))
         there = [grad for grad in grads if grad is not None]
+        # The foreach kernels are not differentiable, and take neither sparse gradients
+        # nor batches of them.
         if ctx.kinds is None and not torch.is_grad_enabled() and _are_ordinary(there):
             wide: list[Tensor | None] = [*_all_wide(there, *ctx.edge)]
             if len(wide) < len(grads):
@@ -254,6 +266,7 @@ def _all_wide(
     grads: Sequence[Tensor], inv: Tensor | None, found_inf: Tensor | None
 ) -> list[Tensor]:
     """Gradients in fp32; with `inv` unscaled and checked too.  One op for all."""
+    # As the weights lie; a convolution with the channels last gives another layout.
     plain = torch.contiguous_format
     wide = [
         torch.empty_like(grad, dtype=_USUAL.dtype, memory_format=plain)
@@ -268,12 +281,10 @@ def _all_wide(
 def _grouped(
     one: Callable[..., Tensor], count: int, edge: Sequence[Tensor], given: Any
 ) -> tuple[Tensor, ...]:
-    """A use of each of `count` weights, by `one` where gradients arrive one by one.
-
-    Where ranks train together, DDP sends gradients while later ones are computed, and
-    FSDP takes a module's gradients as soon as the module's backward ends.  Functorch's
-    transforms know each use by itself.
-    """
+    """A use of each of `count` weights, by `one` where gradients arrive one by one."""
+    # One node for all delays the first gradient until the last: DDP sends buckets while
+    # later gradients are computed, and FSDP takes a module's gradients as its backward
+    # ends. Functorch's transforms know each use by itself.
     if compat.has_ranks() or compat.transforms_active():
         columns = [given[at : at + count] for at in range(0, len(given), count)]
         return tuple(one(*row, *edge) for row in zip(*columns, strict=True))
@@ -345,6 +356,7 @@ class _LowUses(torch.autograd.Function):
         total: Tensor | None = None
         for grad in grads:
             if grad is not None:
+                # In place: `to` has made `total`, which nobody else holds.
                 total = grad.to(ctx.dtype) if total is None else total.add_(grad)
         return total, None, None
 
@@ -371,6 +383,7 @@ class _ScaledResult(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
+        # `out=` of the other way is not differentiable.
         if torch.is_grad_enabled():  # create_graph=True
             return multiplied_again(grad, ctx.loss_scale).to(ctx.dtype), None
         return _scaled_and_rounded(grad, ctx.loss_scale, ctx.dtype), None
@@ -395,6 +408,7 @@ def _scaled_and_rounded(grad: Tensor, loss_scale: Tensor, dtype: torch.dtype) ->
         return compat.with_memory(grad, part)
     low = torch.empty_like(grad, dtype=dtype)
     if grad.device.type != "cpu" or grad.numel() <= _PIECE:
+        # Type promotion computes in fp32 and rounds as it writes to `low`.
         return torch.mul(grad, loss_scale, out=low)
     if not (grad.is_contiguous() and low.is_contiguous()):
         return low.copy_(grad * loss_scale)
@@ -423,6 +437,8 @@ def saturating_cast(value: Tensor, dtype: torch.dtype) -> Tensor:
     in bf16 (whose largest number is a little below fp32's), and a row that is all -inf
     makes softmax NaN.  NaN and infinities that `value` already holds stay.
     """
+    # A clamp before the cast: after it, infinities of the model's own could not be told
+    # from numbers that the cast made infinite.
     limit = torch.finfo(dtype).max
     clamped = value.clamp(-limit, limit)
     return torch.where(value.isinf(), value, clamped).to(dtype)
@@ -464,6 +480,8 @@ class _LaidOut(torch.autograd.Function):
         ctx: Any, data: Tensor, to: torch.memory_format, back: torch.memory_format
     ) -> Tensor:
         ctx.back = back
+        # `contiguous` would give `data` itself where one layout is the other, and a
+        # Function that returns its input makes a view.
         return data.clone(memory_format=to)
 
     @staticmethod
@@ -517,6 +535,8 @@ def _with_fp32_state(op: compat.OpOverload) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         low = args[at] if isinstance(args[at], Tensor) else args[at][0]
+        # With the cache on, the reads of one fp32 operand share a cast, and their
+        # gradients are summed in low precision.
         with torch.autocast(low.device.type, low.dtype, cache_enabled=False):
             results = op(*args)
         # What autocast gives is not one dtype: a projection (`proj_size`) is a product,

@@ -44,6 +44,7 @@ def scale_grad(value: Tensor, loss_scale: Tensor) -> Tensor:
         if not whole.requires_grad:  # a rank's part of a DTensor shows its memory
             whole = value
         if whole.grad_fn is None:
+            # A leaf has no node that a hook could be put on.
             compat.hook_gradient(whole, functools.partial(gradient, loss_scale, None))
         else:
             # A hook on the node runs after every hook on the tensor, the caller's later
@@ -64,6 +65,8 @@ def unscale_grad(value: Tensor, inv_loss_scale: Tensor, found_inf: Tensor) -> Te
     # `view_as` would not do: its backward reshapes, and a gradient may be sparse.
     alias: Tensor = torch.ops.aten.alias.default(value)
     if alias.requires_grad:
+        # A leaf's flag is read by its optimizer's step; beyond a computed tensor are
+        # weights that no flag of ours speaks for.
         leave = gradient if value.is_leaf else _gradient_passed_on
         compat.hook_gradient(alias, functools.partial(leave, inv_loss_scale, found_inf))
     return alias
@@ -87,6 +90,7 @@ def scaled(grad: Tensor, factor: Tensor) -> Tensor:
     """`grad` times `factor`, in the dtype of `grad`, even a 0-dim half `grad`."""
     if compat.is_distributed(grad):  # a product of DTensors might add parts up first
         return compat.with_memory(grad, scaled(compat.own_memory(grad), factor))
+    # A 0-dim half times the 0-dim fp32 factor is promoted to fp32.
     return (grad * factor).to(grad.dtype)
 
 
@@ -108,6 +112,7 @@ def _multiplied(grad: Tensor, factor: Tensor, found_inf: Tensor | None) -> Tenso
         return scaled(grad, factor)
     if grad.dtype != torch.float32 or grad.layout != torch.strided:
         return plainly_unscaled(grad, factor, found_inf)
+    # A clone: autograd may hand one gradient to several nodes.
     return _unscaled_in_place(grad.clone(), factor, found_inf)
 
 
@@ -146,6 +151,7 @@ def passed_on(grad: Tensor, found_inf: Tensor) -> Tensor:
     weights, so an overflow must show in their gradients.  An infinity would not do,
     because `clip_grad_value_` turns an infinity into a 1 but leaves a NaN.
     """
+    # On a GPU the question would wait for the device.
     if found_inf.device.type == "cpu" and not bool(found_inf):
         return grad
     return infinities_as_nan(grad)
@@ -212,6 +218,8 @@ class _Multiply(_Edge):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # The second-order gradient belongs to a value that is S times its true one
+        # already, so that it enters with factor 1.
         return _apply_unchanged(grad, *ctx.edge), None, None
 
 
@@ -232,6 +240,8 @@ class _UnscaleInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, inv: Tensor, found_inf: Tensor) -> Tensor:
         ctx.edge = inv, found_inf
+        # Without the mark autograd would take the result for a new tensor, and leave
+        # the history of `value` as it is.
         ctx.mark_dirty(value)
         return value
 

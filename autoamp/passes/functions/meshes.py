@@ -38,6 +38,7 @@ def _stands_for(value: Tensor, size: Sequence[int], stride: Sequence[int]) -> Te
 
 def _ops() -> dict[str, Any]:
     library = torch.library.Library("autoamp", "FRAGMENT")
+    # A second definition, after a re-import, would raise.
     if not hasattr(torch.ops.autoamp, _NAMES[0]):
         for name in _NAMES:
             library.define(name + _SCHEMA)
@@ -94,6 +95,7 @@ class _GatheredLow(torch.autograd.Function):
         args, kwargs = given
         ctx.set_materialize_grads(False)
         ctx.before = value.placements
+        # Each rank casts its part, and half the bytes are sent.
         low = compat.with_memory(value, compat.own_memory(value).to(dtype))
         gathered = low.redistribute(*args, **kwargs)  # type: ignore[attr-defined]
         return tuple(gathered.detach() for _ in range(uses))
@@ -104,6 +106,8 @@ class _GatheredLow(torch.autograd.Function):
         if not found:
             return (None,) * 4
         total: Any = None
+        # Low summands can be sent low only where no local sum of several comes first:
+        # that sum is in fp32.
         if len(found) == 1 and not torch.is_grad_enabled():
             total = compat.scattered_sum(found[0], ctx.before, HIGH_DTYPE)
         if total is None:

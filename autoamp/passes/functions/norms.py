@@ -44,6 +44,7 @@ class _LayerNorm(torch.autograd.Function):
         norm = _ATEN.native_layer_norm.default
         given = _wide_parameters(data, weight, bias, sizes)
         result, mean, scale = norm(data, sizes, *given, epsilon)
+        # A row of one element has no spread at all, whatever its scale says.
         ctx.far = math.prod(sizes) == 1 or _are_far_off(mean, scale)
         if ctx.far:
             wide = data.to(HIGH_DTYPE)
@@ -60,6 +61,7 @@ class _LayerNorm(torch.autograd.Function):
         if compat.needs_plain_ops(grad):
 
             def again(x: Tensor, w: Tensor | None, b: Tensor | None) -> Any:
+                # Torch's own op can be differentiated again.
                 return _ATEN.layer_norm.default(x, sizes, w, b, epsilon)
 
             operands = data, weight, bias
@@ -101,10 +103,11 @@ def _wide_parameters(
 ) -> tuple[Tensor, Tensor | None]:
     """Weight and bias in fp32, for which torch's kernel keeps its statistics in fp32.
 
-    Beside low parameters, or none, the kernel rounds the mean and the scale of each row
-    to the dtype of the data; a bias alone it takes in that dtype only.
+    A bias alone the kernel takes in the dtype of the data only.
     """
     if weight is None:
+        # Beside low parameters, or none, the kernel rounds the mean and the scale of
+        # each row to the dtype of the data.
         weight = torch.ones(sizes, dtype=HIGH_DTYPE, device=data.device)
     return weight.to(HIGH_DTYPE), None if bias is None else bias.to(HIGH_DTYPE)
 
@@ -112,13 +115,12 @@ def _wide_parameters(
 def _in_fp32(
     grad: Tensor, rows: _Rows, weight: Tensor, _: Tensor | None
 ) -> Sequence[Tensor]:
-    """The three gradients by the formula, with the means subtracted first.
-
-    The kernel's formula, in fp32 too, loses its digits where a mean is far off.
-    """
+    """The three gradients by the formula, with the means subtracted first."""
     size = math.prod(rows.sizes)
     grad, data = (t.to(HIGH_DTYPE).reshape(-1, size) for t in (grad, rows.data))
     mean, scale = (t.view(-1, 1) for t in (rows.mean, rows.scale))
+    # Subtracted before the scale is multiplied in: the kernel's order loses its digits
+    # in fp32 too where a mean is far off.
     plain = (data - mean).mul_(scale)
     given = grad * weight.view(-1)
     given -= given.mean(-1, keepdim=True)
@@ -160,6 +162,7 @@ def _sums_of_rows(
         Two fp32 vectors as long as a row.
     """
     size = math.prod(sizes)
+    # An fp32 weight beside low data has the kernel sum in fp32.
     one = torch.ones(size, dtype=HIGH_DTYPE, device=grad.device)
     zero = torch.zeros_like(one)
     if not grad.numel():
@@ -194,6 +197,7 @@ class _RmsNorm(torch.autograd.Function):
     def forward(
         ctx: Any, data: Tensor, weight: Tensor | None, epsilon: float
     ) -> Tensor:
+        # Squares leave the range of fp16 from 256 on.
         wide = data.to(HIGH_DTYPE).contiguous()  # as torch's op lays its result out
         size = data.shape[-1]
         squares = torch.linalg.vecdot(wide, wide).unsqueeze(-1)
@@ -219,6 +223,7 @@ class _RmsNorm(torch.autograd.Function):
         )
         ones = wide.new_ones(size) if given is None else given
         shift = grad.reshape(-1, size).mv(ones).view_as(scale)
+        # The term of the mean, which a layer norm subtracts and this norm does not.
         of_data.add_(shift.mul_(scale).div_(size))
         if weight is not None:
             of_weight = of_weight.to(weight.dtype)
@@ -310,6 +315,7 @@ class _Softmax(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (result,) = ctx.saved_tensors
         weights = result.to(HIGH_DTYPE)
+        # Rounded to 16 bits the weights add up to 1 + e.
         weights = weights / weights.sum(-1, keepdim=True)
         return compat.softmax_gradient(grad.to(HIGH_DTYPE), weights).to(result.dtype)
 

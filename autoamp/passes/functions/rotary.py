@@ -33,6 +33,7 @@ class _Rotary(torch.autograd.Function):
         pairs: bool,
         contiguous: bool,
     ) -> Tensor:
+        # The data is not kept: the angles need no gradient here.
         ctx.save_for_backward(cosine, sine)
         ctx.how = data.dtype, sign, pairs
         first, second = _halves(sine, pairs=pairs)
@@ -48,6 +49,8 @@ class _Rotary(torch.autograd.Function):
             crossed = _joined(second, first, sine, pairs=pairs)
             of_data = _written_out(grad.to(HIGH_DTYPE), cosine, crossed, -sign, pairs)
         else:
+            # A rotation is undone by the opposite sign, with the sines of the halves
+            # exchanged.
             wide = widened(grad)
             of_data = _turned(wide, cosine, second, first, -sign, pairs=pairs)
         return of_data.to(dtype), None, None, None, None, None, None
@@ -90,6 +93,8 @@ def _turned(
     (first, second), (to_first, to_second) = (
         _halves(t, pairs=pairs) for t in (wide, result)
     )
+    # In place on the halves of one tensor: no `cat`, and no tensor for the exchanged
+    # halves.
     to_first.addcmul_(second, sine_of_first, value=sign)
     to_second.addcmul_(first, sine_of_second, value=-sign)
     return result

@@ -137,24 +137,18 @@ FOR_COMPILERS: dict[Callable[..., Any], Callable[..., Any]] = {
 def checkpointed(body: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """`body(*args)` under activation checkpointing, for graphs run without a compiler.
 
-    Run outside AOT autograd, torch's `tag_activation_checkpoint` op does not restore
-    the random state, so dropout draws another mask in the recomputation and gradients
-    are wrong by a third.
-
-    `checkpoint` keeps its arguments for the backward, and until then no one may write
-    to these arguments.  Among `args` are tensors that the user's region closed over,
-    such as batch-norm statistics, which the region writes.  `checkpoint` therefore gets
-    only the arguments that need a gradient.
-
-    A recomputation is broken off by an exception once it has made all that the backward
-    needs.  The exception may come out of a region of autocast, which a graph enters and
-    leaves by calls: so the modes are put back.
+    Torch's own op, `tag_activation_checkpoint`, restores no random state when it is run
+    outside AOT autograd.
     """
     given = [torch.is_tensor(a) and a.requires_grad for a in args]
 
     def region(*needing: Any) -> Any:
         rest = iter(needing)
+        # A recomputation is broken off by an exception, maybe inside a region of
+        # autocast that a graph enters and leaves by calls.
         modes = compat.Modes()
+        # What needs no gradient comes by the closure: `checkpoint` saves its arguments,
+        # and a batch norm's statistics are written before the backward.
         every = [next(rest) if g else a for a, g in zip(args, given, strict=True)]
         try:
             with compat.past_transforms(every) or nullcontext():
@@ -167,6 +161,8 @@ def checkpointed(body: Callable[..., Any], *args: Any, **options: Any) -> Any:
         region,
         *(a for a, g in zip(args, given, strict=True) if g),
         use_reentrant=False,
+        # Else dropout draws another mask in the recomputation, and gradients are off by
+        # a third.
         preserve_rng_state=options.get("preserve_rng_state", True),
         determinism_check=options.get("determinism_check", "default"),
     )

@@ -88,6 +88,7 @@ def with_bindings(gm: fx.GraphModule, left: Collection[str] = ()) -> fx.GraphMod
 def _binding(node: fx.Node) -> Callable[..., Any] | None:
     if node.target is _CAST:
         return Tensor.to if _only_casts(node) else None
+    # A keyword that torch's function does not know would raise at the first call.
     if not _KEYWORDS.issuperset(node.kwargs):
         return None
     return BINDINGS.get(node.target)
@@ -98,4 +99,6 @@ def _only_casts(node: fx.Node) -> bool:
     if list(node.kwargs) != ["dtype"] or len(node.args) != 1:
         return False
     value = node.args[0].meta.get("val")  # type: ignore[union-attr]
+    # `_to_copy` always copies; `Tensor.to` gives the operand itself where the dtype is
+    # the same, and a later write would reach both.
     return isinstance(value, Tensor) and value.dtype != node.kwargs["dtype"]

@@ -107,6 +107,8 @@ class _Emitter:
         self.new[node.name] = new
         if node.name in self.assignment.returned_inside and dtype_of(new) == self.low:
             self.new[node.name] = self.emitted.cast(node.name, HIGH_DTYPE)
+            # Readers inside hang on the returned fp32 tensor: on the low one
+            # `autograd.grad(loss, value)` would be None (Grad-CAM).
             self.returned_from[node.name] = new
 
     # -- ops -----------------------------------------------------------------------
@@ -149,6 +151,8 @@ class _Emitter:
         target: Any = node.target
         keeps_state = is_low and fact.keeps_state
         if keeps_state:
+            # A state rounded at every step costs a deep GRU more than 1.1 times
+            # autocast's error.
             target = WITH_FP32_STATE.get(target, target)
         graph = self.emitted.graph
         new = compat.quick_node(graph, node.op, target, args, kwargs, node.name)
@@ -192,10 +196,13 @@ class _Emitter:
         if not isinstance(node.target, compat.OpOverload):
             return args, kwargs
         if is_low:
+            # A fill of `finfo(float32).min` is a Python number here, which no cast can
+            # clamp. A factor may not be cut: beyond the range its op stays fp32.
             cut = not scales(node.target, self.verdicts[node.name].category)
             args = tuple(self._adapt(a, cut=cut) for a in args)
             kwargs = {k: self._adapt(v, cut=cut) for k, v in kwargs.items()}
         makes_data = base_name(node.target) in family("factory", "noise")
+        # `out=` decides the dtype, and has no `dtype` keyword.
         makes_data &= not is_out_variant(node.target)
         if makes_data and self.facts.nodes[node.name].makes_floats:
             given = {**kwargs, "dtype": self.low if is_low else HIGH_DTYPE}
@@ -208,6 +215,7 @@ class _Emitter:
     def _adapt(self, value: Any, *, cut: bool) -> Any:
         if value is HIGH_DTYPE:
             return self.low
+        # An infinity is meant as one; only a finite number may not become one.
         if cut and isinstance(value, float) and math.isfinite(value):
             return max(-largest(self.low), min(largest(self.low), value))
         return value
@@ -246,6 +254,9 @@ class _Emitter:
         new = self.new[node.name]
         fact = self.facts.nodes[node.name]
         if fact.is_value and dtype_of(new) != HIGH_DTYPE:
+            # The graph promises fp32 results; region and epoch -1 are those of no
+            # reader, so that no cast inside a `no_grad` region is shared with the
+            # result.
             return self._copy(node.name, HIGH_DTYPE, -1, -1)
         return new
 
@@ -295,6 +306,7 @@ class Uses:
         self, value: str, copy: fx.Node, reader: NodeFacts, epoch: int
     ) -> fx.Node:
         """The node for one reader: low `copy` of `value`, or a use of `copy`."""
+        # No gradient arrives, so there is no sum to keep in fp32.
         if not (self._facts.nodes[value].requires_grad and reader.requires_grad):
             return copy
         key = (value, reader.region, epoch)
@@ -302,6 +314,8 @@ class Uses:
         if uses < 2:
             return copy
         of_weight = self._facts.nodes[value].storage in self._weight_storage
+        # `low_uses` keeps all gradients until the last one arrives: for a tied
+        # embedding that would be a gradient as large as the table for each use.
         if of_weight or uses > MANY_USES:
             return self._emitted.use_of(value, copy)
         if key not in self._shared:
@@ -370,6 +384,8 @@ def _count_low_reads(
     for name in lowered & classified.verdicts.keys():
         region = classified.facts.nodes[name].region
         for operand, mode in classified.reads(name):
+            # A read as "high" takes fp32 and one as "any" takes the value as it is:
+            # neither reads the low copy.
             if mode in ("same", "follow"):
                 counts[operand.value, region, operand.epoch] += 1
     return counts

@@ -20,6 +20,7 @@ def copied(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     result = compat.quick_copy(gm.graph, graph, values)
+    # `quick_copy` notes no copy of the output, which callers look up as well.
     output = gm.graph.output_node()
     result.meta = dict(output.meta)
     values[output] = result
@@ -50,6 +51,7 @@ def edited(
         if isinstance(child, fx.GraphModule)
         and (new := edited(child, edit, finds=finds)) is not child
     }
+    # Most passes find nothing in most graphs: a copy costs time at the first call.
     changes = bool(finds(gm.graph))
     if not bodies and not changes:
         return gm
@@ -109,6 +111,8 @@ def _idle_grad_switches(graph: fx.Graph) -> list[fx.Node]:
     idle = []
     current = torch.is_grad_enabled()
     for node in graph.find_nodes(op="call_function", target=compat.SET_GRAD):
+        # A capture may begin under `no_grad`, so that the first switch need not change
+        # anything.
         wanted = bool(node.args[0])
         if wanted == current or node.next.target is compat.SET_GRAD:
             idle.append(node)

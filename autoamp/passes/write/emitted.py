@@ -116,10 +116,13 @@ class Emitted:
         """Adds a cast to `dtype` of the node that now stands for `value`."""
         at = self.new[value]
         kind = "up" if dtype == HIGH_DTYPE else "down"
+        # A copy made before the graph runs would miss a write that the graph makes.
         written = self._facts.nodes[value].storage in self._facts.mutated
         if kind == "down" and value in self._facts.weights and not written:
             kind = "weight"  # one copy, made before the graph runs, serves every use
         name = self._free_name(f"{value}_{short_name(dtype)}")
+        # A mask of `finfo(float32).min` rounds to -inf, and a row of them makes softmax
+        # NaN.
         saturates = kind == "down" and value in self._extreme
         new = compat.quick_node(
             self.graph,
@@ -132,6 +135,8 @@ class Emitted:
         for key in ("nn_module_stack", "stack_trace"):
             if key in at.meta:
                 new.meta[key] = at.meta[key]
+        # Without `val` later passes take the cast for no tensor of floats, and a
+        # `linear` of fp32 data and a bf16 weight passes unseen.
         new.meta["val"] = self.fake(at.meta["val"], dtype)
         new.meta[CAST_KIND] = kind
         numel = self._facts.nodes[value].numel
@@ -164,6 +169,7 @@ class Emitted:
     def fake(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A fake tensor like `like` in `dtype`, made once per layout and device."""
         sizes = (*like.shape, *like.stride())
+        # Symbolic sizes do not go into the key: comparing them would add guards.
         static = all(type(size) is int for size in sizes)
         key = (sizes, dtype, like.device) if static else None
         if key in self._fakes:

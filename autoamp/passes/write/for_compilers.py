@@ -64,11 +64,17 @@ def for_compilers(
             new.meta.pop("val", None)
         if old.target in FOR_COMPILERS:
             new.target = FOR_COMPILERS[old.target]
+            # AOT autograd writes a mutated input back outside the graph and does not
+            # return it, so that only scaling in place is seen.
             if old.target is scale_grad and old.all_input_nodes[0].op == "placeholder":
                 new.target = traced_scale_grad_
+            # Results that are views of one tensor are made anew outside the graph, and
+            # would lose the scaling between the tensor and its views.
             elif old.meta.get(SHARED):
                 new.target = traced_scale_grad_apart
         elif old.target is checkpointed:
+            # Traced into, `torch.utils.checkpoint` is inlined and every activation is
+            # kept.
             new.target = compat.CHECKPOINT
             new.kwargs = {"use_reentrant": False, **new.kwargs}
     for node in shared:
@@ -101,6 +107,7 @@ def _cast_again(graph: fx.Graph, cast: fx.Node) -> None:
     """
     leaving = [user for user in cast.users if _leaves(user)]
     with graph.inserting_before(cast.next):
+        # Without the `unsqueeze` AOT autograd's CSE would merge the two casts again.
         wider = graph.call_function(_ATEN.unsqueeze.default, (cast.args[0], 0))
         again = graph.call_function(
             _ATEN._to_copy.default, (wider,), {"dtype": HIGH_DTYPE}

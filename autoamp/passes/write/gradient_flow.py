@@ -132,6 +132,7 @@ class GraphFlow:
         if not _is_float(source):
             return False
         left, right = source.meta["val"].dtype, view.meta["val"].dtype
+        # A cast has memory of its own; `view_as_real` changes the dtype and shares it.
         if left != right and not (left.is_complex or right.is_complex):
             return False
         return self.storage(source) in (-1, self.storage(view))
@@ -152,6 +153,8 @@ class GraphFlow:
             if recording:
                 sources = node.all_input_nodes
             else:
+                # Under `no_grad` a call records nothing, but a tensor written to keeps
+                # the history it had before.
                 sources = [self.tensor(node)]
             fact = self.facts.nodes.get(node.name)
             if (fact is not None and fact.requires_grad) or any(
@@ -161,6 +164,7 @@ class GraphFlow:
                 if recording:
                     written = _written(node)
                     storages |= set(map(self.storage, written)) & self.facts.mutated
+                    # A write through a view rebases the history of the base as well.
                     self._extended |= self._shown_by(written)
         return names, storages
 
@@ -173,6 +177,8 @@ class GraphFlow:
             if node.name in found:
                 continue
             found.add(node.name)
+            # `detach` shares memory with its operand and cuts the history: a write
+            # through it gives the operand no new one.
             if node.target is not _CUT:
                 storage = self.storage(node)
                 sources = node.all_input_nodes
@@ -214,6 +220,7 @@ class GraphFlow:
 def _written(node: fx.Node) -> list[fx.Node]:
     """The operands that a call may give a new history; running statistics have none."""
     target = node.target
+    # `batch_norm` writes to its running statistics, through which no gradient flows.
     if isinstance(target, OpOverload) and base_name(target) in HIDDEN_WRITES:
         return []
     return written_values(node)
@@ -350,6 +357,8 @@ def true_values(
         if (
             read
             and all(_is_fp32(n) and (n in found or n in edges) for n in read)
+            # The scale is a pass over the tensor it is put on, so the smaller one takes
+            # it.
             and (_numel(node) <= sum(map(_numel, read)) or _gives_sparse(node))
         ):
             found.add(node)

@@ -98,12 +98,15 @@ class _Hoist:
     def _hoist(self, cast: fx.Node) -> None:
         weight = cast.all_input_nodes[0]
         if weight.op == "get_attr":
+            # A constant is no input, so nobody could hand in a copy of it.
             self._fold_constant(cast, weight)
             return
         copy = self._copy_of(weight, cast)
         trained = self.whole.facts.nodes[weight.name].requires_grad
         for user in list(cast.users):
             reader = self.whole.facts.nodes.get(user.name)
+            # Without a gradient the copy is read directly: a Function costs 1.6 times a
+            # small cast.
             flows = trained and (reader is None or reader.requires_grad)
             if user.target is low_weight or not flows:
                 user.replace_input_with(cast, copy)
@@ -118,7 +121,10 @@ class _Hoist:
 
     def _copy_of(self, weight: fx.Node, like: fx.Node) -> fx.Node:
         """The extra input that is the copy of placeholder `weight`."""
+        # Tied weights are one placeholder, and get one copy.
         if weight not in self.copies:
+            # Copies come after all other inputs and in the order of `weights`, as the
+            # caller hands them in.
             last = [*self.placeholders, *self.copies.values()][-1]
             with self.graph.inserting_after(last):
                 copy = self.graph.placeholder(f"{weight.name}_copy")
@@ -133,6 +139,7 @@ class _Hoist:
         Dynamo passes every tensor that a model owns as an input; an attribute of the
         graph is a literal of the program, and only the graph itself could write to it.
         """
+        # Folded, the constant would miss the graph's own writes to it.
         if self.whole.facts.nodes[source.name].storage in self.whole.facts.mutated:
             return
         value = operator.attrgetter(str(source.target))(self.gm)

@@ -105,6 +105,7 @@ def choose_layouts(
         left: names of nodes that keep the layout they have.
     """
     convolutions = {n: w for n in graph.nodes if (w := _weight(n, copies)) is not None}
+    # Without a convolution that gains, a permutation is a loss.
     if not convolutions or not device.channels_last:
         return None
     seen = _Seen(graph, convolutions, device, facts, left)
@@ -253,6 +254,8 @@ class _Seen:
         """The prices of a convolution as captured, and with the channels last."""
         read = node.args[_WEIGHT]
         trained = isinstance(read, fx.Node) and read.target in _USES
+        # Forward, gradient of the data and gradient of the weight; the copy of the
+        # weight is permuted at each step, and its gradient back.
         products, copies = (3, 2) if trained else (1, 0)
         images = self._moving(node.all_input_nodes[0]) + self._moving(node)
         last = products * _IN_KERNELS + copies * _IN_COPIES
@@ -280,9 +283,12 @@ class _Seen:
             price: int | None = round(
                 self._copying(node, start=10 * self.device.launch_ns)
             )
+            # The price None forbids the copy.
             if written.get(compat.storage_id(value), -1) > order[node]:
                 price = None  # a copy made now would miss the write
             names = tuple(r.name if r in known else _OUTSIDE for r in readers)
+            # One channel, or one pixel: both layouts are the same memory, and no copy
+            # is made.
             free = 0 if price is not None and _lies_both_ways(value) else price
             yield Group((node.name, 0, 0), node.name, names, free, price)
 
@@ -327,9 +333,11 @@ def _weight(node: fx.Node, copies: Collection[fx.Node]) -> fx.Node | None:
         return None
     for user in copy.users:
         for reader in user.users if user.target in _USES else [user]:
+            # One copy has one layout: an op that is no convolution reads it as it was.
             if not _is_convolution(reader):
                 return None
             weight = reader.args[_WEIGHT]
+            # The weight is read as data too, and has to lie as data does.
             if sum(each is weight or each is copy for each in reader.args) != 1:
                 return None
     return copy
@@ -427,6 +435,7 @@ def _keeps_layout(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, compat.OpOverload) or is_random(target):
         return False
+    # Such a call names its layout, whatever its operand's is.
     if "memory_format" in node.kwargs or base_name(target) in family("lays_out"):
         return False
     if is_view(target) and not is_inplace(target):
@@ -439,6 +448,8 @@ def _is_plain(value: Tensor) -> bool:
     expected = 1
     for at in reversed(range(value.dim())):
         size, stride = value.shape[at], value.stride(at)
+        # The stride of a dimension of size 1 is arbitrary, and tells nothing of the
+        # layout.
         if not isinstance(stride, int) or (stride != expected and size != 1):
             return False
         if not isinstance(size, int):

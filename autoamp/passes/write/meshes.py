@@ -70,6 +70,8 @@ def _pairs(graph: fx.Graph, left: Collection[str]) -> list[tuple[fx.Node, fx.Nod
     known: list[fx.Node] = []
     for node in graph.nodes:
         if node.target in compat.MODE_CHANGES or written_values(node):
+            # A write, or a change of grad mode, between two calls makes them two
+            # values.
             known.clear()
         if node.target not in _WITHOUT_DATA or node.name in left:
             continue
@@ -78,6 +80,8 @@ def _pairs(graph: fx.Graph, left: Collection[str]) -> list[tuple[fx.Node, fx.Nod
             same_value = _handed_on(first, stands) is read
             if same_value and first.meta[MESH_CALL] == node.meta[MESH_CALL]:
                 found.append((node, first))
+                # A chain of calls that is made twice is then found to be the same at
+                # every link.
                 stands[node] = first
                 break
         else:
@@ -125,6 +129,8 @@ def with_low_gathers(
 def _is_read_low(node: fx.Node, low: torch.dtype) -> bool:
     """Whether one cast to the low dtype, and its uses, are all that reads a gather."""
     call = node.meta.get(MESH_CALL)
+    # A cast commutes with a gather, which moves elements; a sum over ranks it would
+    # round before the sum.
     if call is None or not call.gathers or not node.meta["val"].is_floating_point():
         return False
     casts, uses = _readers(node)
@@ -152,6 +158,7 @@ def _swap(graph: fx.Graph, node: fx.Node, low: torch.dtype) -> None:
     last.replace_all_uses_with(new)
     for gone in (*uses, cast, node):
         graph.erase_node(gone)
+    # The facts and checks know the value by this name.
     new.name = last.name
 
 

@@ -104,6 +104,7 @@ class _Scaling:
         written = [n for n in self.given if self.flow.written_with_grad(n)]
         check_memory(self.flow, written)
         self.outside = find_outside(self.flow, written)
+        # In graph order, so that two runs of the pass emit the same text.
         beyond = sorted(self.outside, key=self.order.__getitem__)
         roots = [node for node in beyond if not self.outside[node]]
         # A tensor that is written to has a true gradient only after its last write.
@@ -135,6 +136,8 @@ class _Scaling:
                 new = self.graph.call_function(unscale_grad_, args)
             new.meta = dict(node.meta)
             return
+        # A parameter that arrives in half: divided by S in half, its gradient would
+        # underflow, which is what S is to prevent.
         if node.meta["val"].dtype in LOW_DTYPES.values():
             for use in readers:  # one alias per use: a leaf's gradients sum up in fp32
                 self._redirect(node, [use], by=unscale_half)
@@ -158,6 +161,8 @@ class _Scaling:
         """Scales the gradient that enters at `root`, after the last write to `root`."""
         with self.graph.inserting_before(self._settled(root)):
             if self._is_returned_cast(root):
+                # The cast to fp32 and the scaling are one kernel in the backward; the
+                # gradient of the logits is the largest tensor of many steps.
                 (low,) = root.all_input_nodes
                 args = (low, self._inputs_for(root).loss_scale)
                 new = self.graph.call_function(scaled_result, args)
@@ -270,6 +275,7 @@ class _Scaling:
         if val.device not in self.inputs:
             last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
             made = []
+            # The scale is an input, so that a new one recompiles nothing.
             for name in ("loss_scale", "inv_loss_scale", "found_inf"):
                 with self.graph.inserting_after(last):
                     last = self.graph.placeholder(name)

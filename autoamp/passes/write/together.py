@@ -80,11 +80,14 @@ def _groups(graph: fx.Graph, left: Collection[str]) -> Iterator[list[fx.Node]]:
     groups: dict[Any, list[fx.Node]] = {target: [] for target in _TOGETHER}
     for node in graph.nodes:
         group = groups.get(node.target, [])
+        # A use made under `no_grad` records nothing and may not join one that does.
         if node.target in compat.MODE_CHANGES:
             yield from _of_several(groups)
         elif node.target in _TOGETHER and node.name not in left:
             if not _is_of_inputs(node, written) or not _is_only_computed_with(node):
                 continue
+            # The first weight that does not fit ends the group: its members stay
+            # neighbours.
             if group and not _fits(group, node):
                 yield from _of_several({node.target: group})
             group.append(node)

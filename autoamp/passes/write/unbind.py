@@ -54,6 +54,7 @@ def _wholes(
             continue
         if fact.storage in kept:  # what `unbind` gives cannot be written to
             continue
+        # Dimension -1 and the last one are the same dimension.
         source, dim, _ = node.args
         dimensions = source.meta["val"].dim()
         groups[source, int(dim) % dimensions, fact.region].append(node)
@@ -62,6 +63,8 @@ def _wholes(
         places = [node.args[2] for node in selects]
         if not all(isinstance(at, int) for at in (size, *places)) or size < 2:
             continue
+        # With a position missing or read twice, the gradient of `unbind` would not be
+        # the sum of the gradients of the selects.
         if sorted(at % size for at in places) == [*range(size)]:
             yield selects
 
@@ -71,6 +74,8 @@ def _replace(selects: list[fx.Node]) -> None:
     source, dim, _ = first.args
     assert isinstance(source, fx.Node)
     size = len(selects)
+    # At the place of the first select: the selects read what the tensor held there, and
+    # nothing writes to the storage.
     with first.graph.inserting_before(first):
         whole = first.graph.call_function(_ATEN.unbind.int, (source, dim))
     parts = {int(node.args[2]) % size: node for node in selects}  # type: ignore[arg-type]
