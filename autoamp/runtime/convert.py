@@ -50,7 +50,6 @@ from autoamp.runtime.program import STATE
 from autoamp.runtime.record import Record, Skipped
 from autoamp.training import foreign
 from autoamp.training.attach import detach_from, end_scaling, new_scaling
-from autoamp.training.loaded_weights import own_loaded_weights
 from autoamp.training.options import Options
 from autoamp.training.remedy import Remedy
 from autoamp.training.scale import LossScale, NoLossScale, resolve_loss_scale
@@ -59,6 +58,7 @@ from autoamp.training.shards import SHARDED
 from autoamp.training.snapshot import SnapshotWriter
 from autoamp.training.snapshot_files import checked
 from autoamp.training.uncalled import expect_calls
+from autoamp.training.weight_copies import own_loaded_weights
 
 logger = logging.getLogger(__name__)
 

@@ -12,24 +12,17 @@ import logging
 import threading
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp import compat
 from autoamp.errors import CaptureError
 from autoamp.messages import log_once, signs_of_life
-from autoamp.runtime.bypassed import (
-    AS_WRITTEN,
-    FORWARD_MODE,
-    INSTEAD,
-    TRACED,
-    Rest,
-    captured_often,
-    ran_nothing,
-)
 from autoamp.runtime.compile_backend import (
     ONE_GRAPH,
     RUNS_OUR_PASS,
@@ -37,6 +30,7 @@ from autoamp.runtime.compile_backend import (
     traced_for_us,
     users_backend,
 )
+from autoamp.runtime.eligible import parameters_of
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.forward import plain_function
 from autoamp.runtime.graph import (
@@ -98,6 +92,20 @@ class Hooks:
         return True
 
 
+_TRACED = (
+    "torch.fx has traced it (symbolic_trace, make_fx): the trace holds the model's own "
+    "code, in fp32; convert the traced module, or let the tracer's `is_leaf_module` "
+    "return True for this model"
+)
+
+_AS_WRITTEN = "calls run in fp32, as they are written, because "
+_INSTEAD = "calls run under torch.autocast instead of rewritten graphs, because "
+
+_FORWARD_MODE = (
+    "calls in forward-mode AD (jvp, jacfwd, dual numbers) run in fp32, because its "
+    "tangents do not follow low precision"
+)
+
 _RECOMPILE_LIMIT = 8
 """Dynamo's recompile limit per code object: after so many graphs it makes no more."""
 
@@ -142,7 +150,7 @@ class Entry:
         self.program: Program | None = None
         self._modes: set[tuple[bool, bool, bool]] = set()
         self._hooks = Hooks()
-        self._resting: dict[tuple[bool, bool, bool], Rest] = {}
+        self._resting: dict[tuple[bool, bool, bool], _Rest] = {}
         self._compilations = self._graphs_before = 0
         self._in_vain = 0
         self._by_autocast = self._left_to_autocast = ""
@@ -166,7 +174,7 @@ class Entry:
     def leave_to_autocast(self, why: str) -> None:
         """Has all calls, of other methods too, run under `torch.autocast`."""
         self._by_autocast = self._left_to_autocast = why
-        self.engine.record.note(INSTEAD + why, aloud=False)
+        self.engine.record.note(_INSTEAD + why, aloud=False)
 
     def renew(self, owner: type[nn.Module]) -> None:
         """Makes the `forward` of `owner` the code that is compiled from now on."""
@@ -234,7 +242,7 @@ class Entry:
                 announce(self.engine.record)
         self._resting.pop(mode, None)
         if self.engine.record.stays_fp32:
-            self._resting[mode] = Rest(args, kwargs)
+            self._resting[mode] = _Rest(args, kwargs)
         self._modes.add(mode)
         if mode[0] and self.engine.record.calls:
             self.engine.record.scaling.ledger.note_called()
@@ -351,9 +359,9 @@ class Entry:
         transforms = "of vmap or torch.func"
         is_transformed = compat.transforms_active()
         why = self._by_autocast or (transforms if is_transformed else self._bounded)
-        instead = AS_WRITTEN if self._is_python else INSTEAD
+        instead = _AS_WRITTEN if self._is_python else _INSTEAD
         if engine.options.strict:
-            said = ran_nothing(self.name, self.program, self.has_many)
+            said = _why_no_graph(self.name, self.program, self.has_many)
             if why == self._bounded:
                 said = instead + why
             raise CaptureError(f"{engine.record.label}: {said}")
@@ -361,7 +369,7 @@ class Entry:
         engine.record.aside += 1
         engine.record.scaling.ledger.note_called()
         if compat.forward_mode():
-            engine.record.note(FORWARD_MODE)
+            engine.record.note(_FORWARD_MODE)
             return self._as_written(model, *args, **kwargs)
         engine.record.note(instead + why)
         if self._is_python:
@@ -404,7 +412,7 @@ class Entry:
             self._bounded = why + until
             if until:
                 self.engine.amount = compat.Amount()
-            said = AS_WRITTEN if self._is_python else INSTEAD
+            said = _AS_WRITTEN if self._is_python else _INSTEAD
             self.engine.record.note(said + self._bounded)
             self._compile()
             self._modes.clear()
@@ -456,7 +464,7 @@ class Entry:
         engine = self.engine
         if compat.fx_tracing():  # no real call: torch.fx makes another program
             engine.record.calls -= 1
-            engine.record.note(TRACED)
+            engine.record.note(_TRACED)
             engine.record.scaling.ledger.note_called()  # and it has been said
             return
         hidden, program = compat.hides_calls(), self.program
@@ -464,7 +472,7 @@ class Entry:
             engine.record.calls -= 1  # `self.encoder.get_num_params()`
             return
         engine.record.aside += 1
-        said = ran_nothing(self.name, self.program, self.has_many)
+        said = _why_no_graph(self.name, self.program, self.has_many)
         if program is not None:
             program.stepped_aside = True
         if hidden:
@@ -475,7 +483,7 @@ class Entry:
             is_sparse = any(each.is_sparse for each in left)
             self._start_afresh()
             if is_sparse and not engine.options.strict:
-                engine.record.note(INSTEAD + _SPARSE)
+                engine.record.note(_INSTEAD + _SPARSE)
                 self.leave_to_autocast(_SPARSE)
                 return
             # At the recompile limit we go on, because existing graphs still run.
@@ -501,9 +509,9 @@ class Entry:
             what = None if like is None else (what, self._named_in(model), like)
         program = self._begin(what)
         automatic = self.engine.record.scaling.automatic and not self.path
-        if automatic and not program.captured_modes and (why := captured_often(model)):
+        if automatic and not program.captured_modes and (why := _captured_often(model)):
             self.leave_to_autocast(why)
-            said = f"autoamp: {self.engine.record.label}: {INSTEAD}{why}"
+            said = f"autoamp: {self.engine.record.label}: {_INSTEAD}{why}"
             log_once(logger, logging.WARNING, said)
         return program
 
@@ -613,3 +621,121 @@ class RecordedEntry(Entry):
         result = super().__call__(model, args, kwargs)
         writer.returned(result)
         return result
+
+
+# -- calls that run no rewritten graph: why, and which need none -----------------------
+
+
+def _why_no_graph(method: str, program: Program | None, has_many: bool) -> str:
+    """Says that a call ran no rewritten graph, and why.
+
+    Args:
+        method: the name of the method that was called.
+        program: the compiled method during the call.
+        has_many: whether Dynamo makes no more graphs of the method.
+    """
+    why = _in_the_callers_hands() or _left_by_dynamo(program, has_many)
+    return f"a call of {method!r} ran no rewritten graph, so it ran in fp32: {why}"
+
+
+def _in_the_callers_hands() -> str:
+    if compat.transforms_active():
+        return "vmap, torch.func or forward-mode AD transforms the call"
+    if torch.compiler.is_exporting():
+        return (
+            "torch.export records the model's own code; autoamp.export(model, args) "
+            "exports what a converted model runs"
+        )
+    if compat.jit_tracing():
+        return "torch.jit.trace traces the call"
+    mode = compat.dispatch_mode()
+    if mode:
+        return f"it was called in the dispatch mode {mode}, where Dynamo steps aside"
+    return "a dispatch mode is active" if compat.hides_calls() else ""
+
+
+def _left_by_dynamo(program: Program | None, has_many: bool) -> str:
+    if compat.dynamo_disabled():
+        return "Dynamo is switched off (TORCHDYNAMO_DISABLE, torch._dynamo.config)"
+    if has_many:
+        return (
+            "Dynamo is at the recompile limit (torch._dynamo.config.recompile_limit), "
+            "because each kind of call needs a graph of its own; TORCH_LOGS=recompiles "
+            "shows how the calls differ"
+        )
+    left = program.skipped if program is not None else []
+    error = next((each.error for each in left if each.error), "")
+    if error:
+        return f"Dynamo failed to trace the method: {error}"
+    broken = next((each for each in left if each.is_broken), None)
+    if broken is not None:
+        return (
+            "Dynamo cannot go on after a graph break in the method "
+            f"({broken.broke_at or 'in a loop, a `with`, a `try`'}); "
+            "TORCH_LOGS=graph_breaks tells where"
+        )
+    if any(each.is_empty for each in left):
+        return "Dynamo met no tensor op to capture"
+    return "Dynamo captured nothing; TORCH_LOGS=graph_breaks,recompiles tells why"
+
+
+_MOST_OF_A_CLASS = 4
+"""How many models of one class may be captured round the same weight."""
+
+_CAPTURED: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""For the first weight of models, how many were captured, by their class's name."""
+
+
+def _captured_often(model: nn.Module) -> str:
+    """Notes that `model` is captured; why it should not be, where many like it were."""
+    weight = next(iter(parameters_of(model)), None)
+    if weight is None:
+        return ""
+    counts = _CAPTURED.setdefault(weight, Counter())
+    owner = f"{type(model).__module__}.{type(model).__qualname__}"
+    counts[owner] += 1
+    if counts[owner] <= _MOST_OF_A_CLASS:
+        return ""
+    return (
+        f"{_MOST_OF_A_CLASS} other modules of its class were captured round the same "
+        "weights: make one, and call it each time"
+    )
+
+
+_LARGER = 4
+"""A call with this many times the elements is captured: low precision may pay in it."""
+
+_LONGEST = 1023
+"""The size of a call is looked at after at most this many calls."""
+
+
+class _Rest:
+    """One mode of a model, after a capture in which all ops stayed fp32.
+
+    Calls then run the model's own code, without the guards of a graph.  Only at calls
+    1, 3, 7, 15, … after the capture the size of the arguments is looked at.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Args: the arguments of the call that was captured."""
+        self._size = _elements((args, kwargs))
+        self._left = self._since = 0
+
+    def is_over(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call with these arguments should be captured anew."""
+        if self._left:
+            self._left -= 1
+            return False
+        self._left = self._since = min(2 * self._since + 1, _LONGEST)
+        return _elements((args, kwargs)) >= _LARGER * max(self._size, 1)
+
+
+def _elements(given: Any) -> int:
+    """The elements of all tensors in arguments, which may be nested."""
+    if isinstance(given, torch.Tensor):
+        return given.numel()
+    if isinstance(given, dict):
+        given = [*given.values()]
+    if isinstance(given, tuple | list):
+        return sum(map(_elements, given))
+    return 0

@@ -22,8 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from autoamp import compat
-from autoamp.messages import log_once
-from autoamp.training import closures, foreign, guard, half
+from autoamp.dtypes import short_name
+from autoamp.messages import bytes_text, class_name, counted, log_once
+from autoamp.training import closures, foreign, guard
 from autoamp.training.boundary import (
     BOUNDARIES,
     OptimizerBoundary,
@@ -55,6 +56,7 @@ from autoamp.training.step import (
 )
 from autoamp.training.uncalled import tell_of_uncalled
 from autoamp.training.weight_copies import before_write
+from autoamp_heat import trains_half
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,9 @@ _expecting: list[Options] = []
 
 _met_by_masters: weakref.WeakSet[OptimizerBoundary] = weakref.WeakSet()
 """The boundaries that were made because their optimizers train half weights."""
+
+_declined: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers whose weights are to have no masters, or cannot have any."""
 
 
 # -- boundaries ------------------------------------------------------------------------
@@ -146,12 +151,12 @@ def give_masters(
     elif has_half(boundary.params):
         boundary.masters = Masters(boundary.optimizer)
         boundary.masters.name_after(model)
-        half.say_made(boundary.masters, options)
+        _say_made(boundary.masters, options)
 
 
 def decline_masters(boundary: OptimizerBoundary) -> None:
     """Takes an optimizer's masters away, and lets the automatic mode give it none."""
-    half.decline(boundary.optimizer)
+    _decline(boundary.optimizer)
     _take_masters(boundary)
 
 
@@ -168,26 +173,86 @@ def take_on(optimizer: Optimizer) -> None:
     and nothing is changed.
     """
     options = _expecting[0] if _expecting else None
-    if options is None or options.masters == "off" or not half.wants_masters(optimizer):
+    if options is None or options.masters == "off" or not _wants_masters(optimizer):
         return
     known = boundary_of(optimizer)
     if known is not None and known.masters is not None:
         return
     if foreign.stepped_by():  # whose engine has masters of its own
-        half.decline(optimizer)
+        _decline(optimizer)
         return
     try:
         with attached([optimizer]) as [boundary]:
-            boundary.masters = half.masters_for(boundary.optimizer)
+            boundary.masters = _masters_for(boundary.optimizer)
     except Exception as error:  # a script must not fail because of autoamp
         if options.strict:
             raise
-        half.decline(optimizer)
-        half.say_failed(optimizer, error, options)
+        _decline(optimizer)
+        _say_failed(optimizer, error, options)
         return
     if known is None:
         _met_by_masters.add(boundary)
-    half.say_made(boundary.masters, options)
+    _say_made(boundary.masters, options)
+
+
+def _decline(optimizer: Optimizer) -> None:
+    """Has the weights of `optimizer` get no masters, unless `convert` gives them."""
+    _declined.add(optimizer)
+
+
+def _wants_masters(optimizer: Optimizer) -> bool:
+    """Whether an optimizer trains half-precision weights, and none was declined."""
+    return trains_half(optimizer) and optimizer not in _declined
+
+
+def _masters_for(optimizer: Optimizer) -> Masters:
+    """The masters of an optimizer that nobody named.
+
+    They are saved by the names that the outermost modules have for the weights.
+    """
+    params = params_of(optimizer)
+    masters = Masters(optimizer)
+    try:
+        models = compat.models_of_weights(params)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            # A model that was not found may be inside DistributedDataParallel.
+            found = {id(p) for model in models for p in model.parameters()}
+            masters.keep_half(p for p in params if id(p) not in found)
+        masters.name_after(*models)
+    except BaseException:
+        masters.release()
+        raise
+    return masters
+
+
+def _say_made(masters: Masters, options: Options) -> None:
+    """Says which weights have masters from now on, and what the masters cost."""
+    if not masters.of:
+        return
+    dtypes = sorted({short_name(p.dtype) for p in masters.of})
+    logger.info(
+        "autoamp: %s updates fp32 masters of %s in %s from now on, so that no small "
+        "update is rounded away. The masters take %s, and the gradients and the state "
+        "of the optimizer are fp32 too; %s does without",
+        class_name(masters.optimizer),
+        counted(len(masters.of), "weight"),
+        " and ".join(dtypes),
+        bytes_text(masters.bytes),
+        options.advice("masters", "off"),
+    )
+
+
+def _say_failed(optimizer: Optimizer, error: Exception, options: Options) -> None:
+    """Says that weights have no masters, and why; nothing of them was changed."""
+    logger.warning(
+        "autoamp: the half-precision weights of %s have no fp32 masters, and small "
+        "updates are rounded away: %s: %s. Give the masters room, 4 bytes a weight, or "
+        "decline them by %s",
+        class_name(optimizer),
+        type(error).__name__,
+        str(error).partition("\n")[0],
+        options.advice("masters", "off"),
+    )
 
 
 def detach(boundary: OptimizerBoundary) -> None:

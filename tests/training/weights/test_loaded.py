@@ -10,7 +10,7 @@ from torch import nn
 
 import autoamp
 from autoamp.runtime.conversion import conversion_of
-from autoamp.training.loaded_weights import own_loaded_weights
+from autoamp.training.weight_copies import own_loaded_weights
 
 
 def small() -> hf.GPT2LMHeadModel:
