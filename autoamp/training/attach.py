@@ -118,6 +118,8 @@ def attach(optimizer: Optimizer) -> OptimizerBoundary:
 
     boundary.bound = types.MethodType(step, optimizer)
     optimizer.__dict__["step"] = boundary.bound
+    # The attributes stand on the instance: the class, and the optimizer's saved state,
+    # stay as they are.
     optimizer.__dict__["step_was_skipped"] = False
     optimizer.__dict__[_STATE] = boundary
     boundary.carry()
@@ -263,6 +265,8 @@ def detach(boundary: OptimizerBoundary) -> None:
         hook.remove()
     boundary.show_on_wrappers(False)
     _take_masters(boundary)
+    # Code that has wrapped our `step` would put back a `step` that is gone; the
+    # boundary stays, and passes steps on.
     if optimizer.__dict__.get("step") != boundary.bound:
         boundary.off = True
         return
@@ -340,7 +344,9 @@ def guard_masters(
     """
     if boundary.masters is None:
         return
+    # A second `convert` of the same model guards by the scaling that is there.
     known = [s for s in boundary.scalings if any(m is model for m in s.models)]
+    # The scaling, which lives as long as the boundary, must not keep the model alive.
     ref = weakref.ref(model)
 
     def alive(_: ModelScaling) -> list[torch.nn.Module]:
@@ -448,6 +454,8 @@ def _set_hook() -> None:
     needed = bool(_scalings) or bool(_expecting)
     if needed and not _hook:
         _hook.append(register_optimizer_step_pre_hook(_before_step))
+    # Torch calls a global hook at each step of each optimizer, also of a process that
+    # has converted nothing any more.
     elif not needed and _hook:
         _hook.pop().remove()
 
@@ -474,6 +482,9 @@ def _before_step(
         _shake_hands(optimizer)
     changed = None if known else _first_step(optimizer, args[1:], kwargs)
     if changed is None or changed[0][0] is optimizer:
+        # Announced writes cost nothing; a write that meets a sentinel first copies the
+        # whole weight to a new address.  The empty optimizer of a skipped step writes
+        # nothing, so that copies and sentinels stay.
         before_write(params_of(optimizer))
     return changed
 
@@ -519,8 +530,10 @@ def _first_step(
     for scaling in owners:
         boundary.link(scaling)
     if not leaves_to_scaler(boundary):
+        # LBFGS evaluates its closure many times: each evaluation is judged for itself.
         many = isinstance(optimizer, torch.optim.LBFGS)
         if not many and judge(boundary, begun=True)[0] is Way.SKIP:
+            # A skipped step fires no hook, and this one has begun to fire them.
             _hold_hooks_once(optimizer)
             return (_without_weights(optimizer), *args), kwargs
         if many or writes:
@@ -543,6 +556,7 @@ def _owners(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[ModelS
 
 def _without_weights(optimizer: Optimizer) -> Optimizer:
     """An optimizer of the same class and settings that has nothing to step."""
+    # The constructor would refuse an empty list of weights.
     empty: Any = object.__new__(type(optimizer))
     empty.__dict__.update(optimizer.__dict__)
     empty.param_groups = [{**g, "params": []} for g in optimizer.param_groups]

@@ -180,10 +180,14 @@ class OptimizerBoundary:
             whole[:] = [state]
             if self.masters is not None:
                 self.masters.check(state)
+            # The groups are copied, because the entry is taken out, and the user may
+            # load the same dictionary again.
             groups = [dict(group) for group in state["param_groups"]]
             if groups and KEY in groups[0]:
                 scales = _checked(groups[0].pop(KEY))
                 for scale, saved in zip(self.scale_of_each, scales, strict=False):
+                    # Everything is checked before torch changes anything: a state that
+                    # does not fit changes nothing.
                     scale.check(saved)
                 loaded.append(scales)
             return {**state, "param_groups": groups, "state": without_masters(state)}
@@ -192,6 +196,8 @@ class OptimizerBoundary:
             for scales in loaded:
                 self._load(self.scale_of_each, scales)
             if self.masters is not None:
+                # Masters take the state as it was given: torch has cast its own copy of
+                # it to the parameters' half dtype.
                 self.masters.load(whole[0])
             loaded.clear()
             whole.clear()
@@ -250,6 +256,7 @@ class OptimizerBoundary:
 
 def _stepping(optimizer: Optimizer) -> Iterator[Optimizer]:
     """The wrappers in whose `step` the optimizer is being stepped."""
+    # A wrapper holds its optimizer, and not the other way round.
     frame: types.FrameType | None = sys._getframe(1)
     for _ in range(_DEEPEST):
         if frame is None:

@@ -94,6 +94,7 @@ class Buffers:
         fresh = []
         for buffer in written:
             known, version = self._kept.get(id(buffer)), compat.version(buffer)
+            # Code outside of graphs has written to the buffer since: its write stays.
             if known is None or known.after != version:
                 fresh.append(buffer)
         if not fresh or any(map(compat.is_batch, fresh)):
@@ -132,10 +133,13 @@ class Buffers:
         with torch.no_grad(), contextlib.ExitStack() as stack:
             for kept in every:
                 if kept.before == compat.version(kept.buffer):
-                    # Nor has the forward of a norm moved the version.
+                    # A batch norm writes running statistics without a move of the
+                    # version counter.  If this write moved it, the backward of a graph
+                    # that saved them would raise "modified by an inplace operation".
                     stack.enter_context(compat.version_kept(kept.buffer))
             if flag is not None:
                 devices = {buffer.device for buffer in buffers}
+                # The flag is on the optimizer's device; a buffer may be on another.
                 found = {d: flag.to(d).reshape(()) != 0 for d in devices}
                 copies = [
                     torch.where(found[buffer.device], copy, buffer)

@@ -69,6 +69,8 @@ def step(
     if leaves_to_scaler(boundary):
         return inner(*args, **kwargs)
     many = isinstance(boundary.optimizer, LBFGS)
+    # A snapshot is a copy of all weights and state: a step that last evaluated its
+    # closure before it wrote anything is spared the copy.
     before = _Snapshot(boundary) if many or boundary.writes_first else None
     judged = _Judged(boundary, closure, before)
     args, kwargs = _with_closure(judged, args, kwargs)
@@ -156,6 +158,8 @@ class _Judged:
         if not self.called and not many:
             self.written = self._before is not None and not self._before.holds()
         self.called = True
+        # This ends: a retry follows a lower scale, and at the floor `_judge_evaluation`
+        # raises.
         while True:
             with torch.enable_grad():
                 loss = self._closure()
@@ -183,6 +187,8 @@ def _judge_evaluation(boundary: OptimizerBoundary) -> Way:
     reading = agree(boundary, read(boundary))
     overflow, way = bool(reading.flag), Way.STEP
     if overflow:
+        # Only LBFGS's closure may be called once more: Lightning passes the whole
+        # `training_step` as a closure, which must run once a step.
         way = Way.RETRY if _can_retry(boundary) else Way.SKIP
     boundary.log(way.value)
     if overflow:
@@ -208,6 +214,8 @@ def _can_retry(boundary: OptimizerBoundary) -> bool:
 def _end_evaluations(boundary: OptimizerBoundary, *, skipped: bool) -> None:
     """Ends a step of several evaluations: the step counts once, not once for each."""
     flag = compat.clear_flag().fill_(float(skipped))
+    # All evaluations together move the scale as one clean step does: twenty evaluations
+    # of an LBFGS would let it grow twenty times as fast.
     if not skipped:
         sizes = _largest_of(boundary.passed_sizes)
         update_scales(boundary.passed, flag, sizes, retries=True)

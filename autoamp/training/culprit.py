@@ -40,6 +40,8 @@ def root_of(step: Step) -> Step:
             step = nans[0]
             continue
         # The NaN comes from infinities; a mask's infinities are there on purpose.
+        # inf - inf and 0 * inf make a NaN; an attention mask is full of infinities that
+        # do no harm.
         roots = [root_of(each) for each in bad]
         return next((root for root in roots if not root.literal), step)
 
@@ -58,6 +60,8 @@ def harmful(trail: Trail, loss: Step | None = None) -> Step | None:
         return None
     if not first.entered_bad:
         # The backward of an op reads its operands and its result.
+        # A backward of finite gradients that gives an infinity has read an infinity, if
+        # its operands hold one: then the forward is to blame.
         forward = first.operands[0]
         for step in (forward, *forward.operands):
             if not step.is_finite:
@@ -215,6 +219,7 @@ def blame_gradients(params: Sequence[torch.Tensor], names: Mapping[int, str]) ->
 def names_of(models: Iterable[torch.nn.Module]) -> dict[int, str]:
     """The names of the parameters of `models`, by the `id` of each."""
     named = [pair for model in models for pair in model.named_parameters()]
+    # Reversed, so that a tied weight keeps the first of its names.
     return {id(parameter): name for name, parameter in reversed(named)}
 
 

@@ -118,6 +118,7 @@ def why_left(kind: type) -> str:
 
 def optimizer_left(optimizer: object) -> str:
     """Why an optimizer, or one that it wraps, is left to the engine it is of, or ""."""
+    # Wrappers may hold each other.
     seen: set[int] = set()
     while _loaded() and optimizer is not None and id(optimizer) not in seen:
         if _optimizer_of(type(optimizer)) is not None:

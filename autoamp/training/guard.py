@@ -76,6 +76,9 @@ def guards_of(
     """
     if not _guards:
         return []
+    # A search through the weights of all models at each step would cost more than the
+    # guard's own check: it is made again only where a model, a weight of a model or a
+    # parameter of the optimizer is new.
     stamp = (
         _changes[0],
         sum(scaling.ledger.learnt for scaling in _guards),

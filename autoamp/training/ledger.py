@@ -105,6 +105,7 @@ class GraphRun:
         self.scaling = scaling
         self.origin = origin
         self.leaves = leaves
+        # `edge` holds scale, inverse and flag for each device.
         self.found_inf = edge[2::3]
         self.reduced = compat.active_ddp() is not None
         self.backward_id = -1
@@ -194,6 +195,7 @@ class GraphRun:
 
 
 def _is_zero(grad: torch.Tensor) -> bool:
+    # A look at a gradient on a GPU would wait.
     plain = grad.device.type == "cpu" and grad.layout == torch.strided
     return plain and not bool(grad.any())
 
@@ -374,6 +376,7 @@ def _reached(run: GraphRun, leaves: Sequence[torch.Tensor], _: torch.Tensor) -> 
         return
     run.unscale_if_foreign()
     BACKWARDS.note(run, backward_id, leaves)
+    # Inside a backward gradients are on only where it has `create_graph=True`.
     run.recorded = run.recorded or torch.is_grad_enabled()
 
 

@@ -170,7 +170,11 @@ class Masters:
         if self._depth > 1:  # the `super().step()` of a step
             return None
         if not self._runs:  # the step began before its optimizer was met
+            # Torch fires no hook after a step that raises: `_settle` looks whether this
+            # frame is still on the stack.
             self._frame = sys._getframe(1)
+            # A `zero_grad` after a step that has raised would zero the masters'
+            # gradients, which stand in the parameters' places.
             self.optimizer.__dict__.setdefault("zero_grad", self._zero_grad)
         self._put_in()
         if len(args) > 1 and callable(args[1]):
@@ -231,6 +235,7 @@ class Masters:
             if param.__dict__:  # marks that some optimizers look for
                 master.__dict__.update(param.__dict__)
             grad = param.grad
+            # DDP and FSDP reduce gradients in the parameters' dtype.
             if grad is not None and grad.dtype != torch.float32:
                 grad = grad.float()
             master.grad = grad
@@ -250,12 +255,15 @@ class Masters:
         self._exchange({master: param for param, master in self.of.items()})
         with torch.no_grad():
             # All masters are copied, because a write through `.data` leaves no trace.
-            whole = [p.data for p in self.of], self.of.values()
-            compat.copy_all(*([*map(compat.local_part, part)] for part in whole))
+            halves = [compat.local_part(param.data) for param in self.of]
+            masters = [compat.local_part(master) for master in self.of.values()]
+            compat.copy_all(halves, masters)
         for (param, master), (grad, version) in zip(
             self.of.items(), given, strict=True
         ):
             if compat.version(master) != version or (over and grad is not None):
+                # A write through `.data` moves no version counter, and a backward over
+                # a graph that has saved the weight must raise, as after any other step.
                 torch.autograd.graph.increment_version(param)
             if master.grad is not grad:
                 param.grad = master.grad
@@ -264,6 +272,7 @@ class Masters:
     def _exchange(self, pairs: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Puts the second of each pair where the first is, in the same containers."""
         for group in self.optimizer.param_groups:
+            # The list stays the same object, which other code may hold.
             group["params"][:] = [pairs.get(p, p) for p in group["params"]]
         state = self.optimizer.state
         items = [(pairs.get(key, key), value) for key, value in state.items()]
@@ -388,7 +397,10 @@ def _follow(master: torch.Tensor, half: torch.Tensor) -> None:
     if master.device != half.device:
         master.data = master.data.to(half.device)
     value, half = compat.local_part(master.detach()), compat.local_part(half)
+    # Bits are compared, because NaN is not equal to itself, and -0 is equal to 0.
     rounded, now = value.to(half.dtype).view(torch.int16), half.view(torch.int16)
+    # On a CPU the answer is there, and saves a write to each master; on a GPU it would
+    # cost a wait.
     if half.device.type == "cpu" and torch.equal(rounded, now):
         return
     value.copy_(torch.where(rounded == now, value, half.float()))
@@ -400,6 +412,7 @@ def _hand_over(master: torch.Tensor | None, value: torch.Tensor) -> None:
         return
     digits, value = compat.local_part(master.detach()), compat.local_part(value)
     digits = digits.to(value.device)
+    # Nobody remembers in which of the half dtypes the weight was.
     for half in LOW_DTYPES.values():
         rounded = digits.to(half).float()
         if torch.equal(rounded, value):

@@ -57,6 +57,8 @@ class Options(PassOptions):
         switch("guard", self.guard)
         if not (isinstance(self.loss_scale, str) and self.loss_scale in LOSS_SCALES):
             resolve_loss_scale(self.loss_scale, UNSCALED)  # any dtype will do
+        # The file is read now: it may be gone, or another, when a graph is compared
+        # with it.
         object.__setattr__(self, "lock", _report(self.lock))
         if self.record is not None and not isinstance(self.record, str | os.PathLike):
             raise OptionError(f"record={self.record!r} is not the path of a folder")

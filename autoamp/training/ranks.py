@@ -100,6 +100,8 @@ def team_of(scalings: Iterable[ModelScaling], params: Sequence[torch.Tensor]) ->
     if not scalings or not compat.are_several():
         return ALONE
     reducers = [each for s in scalings for each in s.ledger.reducers]
+    # Each rank finds the groups in this order, because they reduce one after the other:
+    # ranks in two orders would wait for each other.
     groups = [each.process_group for each in reducers]
     groups += compat.shard_groups(params)
     groups += [each for s in scalings for each in s.stage_groups]
@@ -148,6 +150,8 @@ def shake_hands(
     """
     if optimizer in _shaken or not team.groups or team.is_joining:
         return
+    # An optimizer shakes hands once, also where that fails: a script that catches the
+    # error must not wait five minutes at each step.
     _shaken.add(optimizer)
     store = compat.default_store()
     if store is None:
@@ -156,6 +160,8 @@ def shake_hands(
     whose = ours.get("models", "a pipeline's stage")
     for group in team.groups:
         name = str(group.group_name)
+        # The keys are numbered, since a store keeps the words of an earlier optimizer of
+        # the same group.
         number = _counts[name] = _counts.get(name, -1) + 1
         ranks = torch.distributed.get_process_group_ranks(group)
         keys = {rank: f"autoamp/{name}/{number}/{rank}" for rank in ranks}
@@ -188,6 +194,7 @@ def _words(
         "loss scaling": listed(type(s.domain.loss_scale).__name__ for s in models),
         "guard": listed("on" if s.ledger.guards else "off" for s in models),
     }
+    # Stages of a pipeline are different models, each with its own parameters.
     if not team.staged:
         own = "the model's own"
         words["precision"] = listed(short_name(s.low) if s.low else own for s in models)
@@ -199,6 +206,8 @@ def _words(
 
 def _wait(store: Any, keys: dict[int, str], whose: str) -> None:
     """Waits until each rank has set its key of `keys` in the store."""
+    # The process group's own timeout must not come first: its message names no rank and
+    # no model.
     patience = min(PATIENCE, store.timeout.total_seconds() / 2)
     start, said, waiting = time.monotonic(), False, dict(keys)
     while True:

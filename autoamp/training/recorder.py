@@ -151,6 +151,7 @@ class Recorder(Observer):
         memory = run.env.get(written)
         if not isinstance(memory, torch.Tensor):
             return
+        # Views alias their base: a write to one changes the values of all.
         where = compat.storage_id(memory)
         for node, value in run.env.items():
             if isinstance(value, torch.Tensor) and compat.storage_id(value) == where:
@@ -164,7 +165,10 @@ class Recorder(Observer):
             return max((o.largest for o in step.operands), default=None)
         if not of_torch:
             return None
+        # An op that wrote to its operands has changed them by now.
         args, kwargs = self._unwritten or _operands_in_fp32(run, n)
+        # A dropout that is computed once more must not draw from the training's
+        # generator.
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             try:
                 result = n.target(*args, **kwargs)  # type: ignore[operator]
@@ -240,6 +244,8 @@ def _line_that_made(value: torch.Tensor) -> Location | None:
     for call in reversed(calls):
         where, _, code = call.strip().partition("\n")
         file, _, rest = where.removeprefix('File "').partition('", line ')
+        # The lines are the stack's, outermost first: the last one outside of torch is
+        # the script's.
         if rest and not file.startswith((_TORCH, _OURS)):
             line = rest.partition(",")[0]
             op = re.sub(r"Backward\d*$", "", value.grad_fn.name())  # type: ignore[union-attr]

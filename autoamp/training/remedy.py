@@ -106,6 +106,7 @@ def cure(
             return
         for each in candidates(left.step, left.records):
             wider = remedy + each
+            # Two remedies in either order are one, and are tried once.
             key = frozenset(wider.deny), frozenset(wider.keep)
             if key not in seen:
                 seen.add(key)
@@ -126,6 +127,7 @@ def cure(
         after = left.step
         if after is not None and (after.key, after.is_cast) != before_at:
             add(remedy, left)
+    # The tries are over, but the widest remedy may still cure.
     if widest in queue and widest is not None and attempt(widest[3]) is None:
         return widest[3]
     return None
@@ -148,6 +150,7 @@ def candidates(step: Step, records: Sequence[Rewritten]) -> list[Remedy]:
         found |= {
             remedy: _put_back(as_noted, records) for remedy, as_noted in each.items()
         }
+    # A remedy that puts no low op back changes nothing.
     found = {remedy: count for remedy, count in found.items() if count}
     return sorted(found, key=lambda remedy: (found[remedy], bool(remedy.keep)))
 
@@ -280,8 +283,10 @@ class SkipWatch:
         if culprit is None or self._times < REPEATED:
             return None
         if self._scale is None:
+            # An op whose result is infinite in fp32 as well is not cured by fp32.
             if culprit.wide is None or not math.isfinite(culprit.wide):
                 return None
+        # The loss scale is still on its way down, and will cure this by itself.
         elif culprit.is_backward and self._scale > _LOW_SCALE:
             return None
         if culprit.dtype not in LOW_DTYPES.values():
@@ -318,6 +323,9 @@ class SkipWatch:
         if trail is None or self._scale is None or judged or known is not None:
             return None
         found = nearest(trail)
+        # Gradients follow the scale: at the skipped step's scale the number was larger
+        # by the ratio of the scales, and may have overflowed only if that reaches its
+        # limit (within a factor of two, for another batch).
         if found is None or found[0] > 2 * self._scale / scale:
             return None
         return found

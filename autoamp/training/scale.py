@@ -319,6 +319,8 @@ class DynamicLossScale(LossScale):
     def _move(self, found_inf: torch.Tensor) -> None:
         device = found_inf.device
         found = found_inf.reshape(())
+        # The kernel writes in place, and graphs that have yet to run backward hold the
+        # tensors of now.
         scale = self._scale.to(device).clone()
         tracker = self._tracker.to(device).clone()
         compat.update_scale(
@@ -329,12 +331,14 @@ class DynamicLossScale(LossScale):
             self.backoff_factor,
             self.growth_interval,
         )
+        # Torch's kernel knows no floor: it halves a scale down to 0.
         scale.clamp_(min=self.min_scale)
         if self.hysteresis > 1:
             patience = self._patience.to(device) - found.int()
             # An overflow that is borne only starts the count of clean steps anew.
             borne = (found != 0) & (patience > 0)
             scale = torch.where(borne, self._scale.to(device), scale)
+            # The kernel sets the tracker to 0 where the scale has grown or backed off.
             moved = (tracker == 0) & ~borne
             self._patience = torch.where(moved, self.hysteresis, patience)
         if self._climb is not None:
@@ -348,6 +352,8 @@ class DynamicLossScale(LossScale):
             if bool(found_inf):
                 self.update(found_inf)
             return
+        # Both outcomes are computed, and the device chooses: reading the flag would
+        # wait.
         before = self._scale, self._tracker, self._patience
         self._move(found_inf)
         found = found_inf.reshape(()) != 0
@@ -389,6 +395,7 @@ class DynamicLossScale(LossScale):
 
     def set_agreed(self, scale: torch.Tensor, steps: torch.Tensor) -> None:
         """Takes over the position that ranks agreed on; see the base class."""
+        # A scale that no rank spoke of comes back as an infinity.
         told = scale.isfinite() & steps.isfinite()
         mine, tracker = (each.to(scale.device) for each in self.position)
         self._scale = torch.where(told, scale, mine)
@@ -433,6 +440,8 @@ class DynamicLossScale(LossScale):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over every field, the constructor's too; see the base class."""
         super().load_state_dict(state)
+        # A state without the fields of a climb was saved by a scale that stays where it
+        # is, unless nothing had happened to it and this scale begins there too.
         begun = state["growth_tracker"] or state["skipped_steps"]
         untouched = not begun and state["scale"] == state["init_scale"]
         begins_here = untouched and state["init_scale"] == self.init_scale
@@ -491,10 +500,13 @@ class Climb:
         if free_to_read(found_inf) and not found_inf:
             return after
         found, lent = found_inf != 0, self.lent.to(found_inf.device)
+        # With an infinite size `_room` is 0 for good: an overflow after the first looks
+        # ends all climbing.
         self.largest_seen = torch.where(
             found, torch.inf, self.largest_seen.to(found.device)
         )
         self.lent = torch.where(found, 0, lent)
+        # Powers of two are exact in fp32: this is the very scale from before the loan.
         back = torch.ldexp(before.to(found.device), -lent)
         return torch.where(found & (lent > 0), back, after)
 
@@ -524,6 +536,7 @@ class Climb:
         found = torch.as_tensor(found_inf, dtype=torch.float32, device=device)
         found = found.reshape(()) != 0
         scale = scale.to(device)
+        # A scale of at most 1 is not dropped by the look: `update` has halved it.
         low = (scale * _DROP).maximum(scale.clamp(max=1.0)).clamp(min=floor)
         # `largest` may be infinite without a flag, in gradients that were thrown away.
         tells = ~found & largest.isfinite()
@@ -539,6 +552,7 @@ class Climb:
         """The new scale after a later look: it follows gradients over several looks."""
         scale, before = scale.to(largest.device), self.largest_seen.to(largest.device)
         tells = largest.isfinite() & (largest > 0)
+        # Each look halves what is remembered, so that one old peak is forgotten.
         self.largest_seen = torch.where(tells, largest.maximum(before / 2), before)
         room = torch.where(tells, _room(scale, self.largest_seen, _ROOM), 0)
         self.lent = self.lent.to(room.device) + room
@@ -586,6 +600,7 @@ class Climb:
 
 def _room(scale: torch.Tensor, seen: torch.Tensor, times: float) -> torch.Tensor:
     """Doublings that leave room for gradients `times` as large as the largest seen."""
+    # Only whole doublings: a scale that is a power of two loses no digit.
     room = (largest(NARROWEST) / times / (seen * scale)).log2().floor()
     most = (_HIGHEST / scale).log2().floor().clamp(0, _MOST)
     return torch.where(seen > 0, room.clamp(min=0).minimum(most), 0)
@@ -621,6 +636,7 @@ def scalar(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     usual = _USUAL.get((value, dtype))
     if usual is not None:
         return usual
+    # The device is named because `torch.set_default_device` changes the default.
     return torch.tensor(value, dtype=dtype, device="cpu")
 
 

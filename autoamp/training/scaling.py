@@ -250,6 +250,8 @@ class ModelScaling:
     def edge_inputs(self, devices: Iterable[torch.device]) -> list[torch.Tensor]:
         """Loss scale, inverse and flag for each device, without a wait."""
         loss_scale = self.loss_scale
+        # Anomaly detection raises at the first NaN of a backward, also where a skipped
+        # step would mend it; a script that was never changed must not fail.
         if self.automatic and (not self.ledger.stepped or torch.is_anomaly_enabled()):
             loss_scale = _UNSCALED
         found: list[torch.Tensor] = []

@@ -221,6 +221,7 @@ class OnceAStep:
 
         The caller has switched gradients off, and holds the lock.
         """
+        # A held copy ends the group: each copy must then be looked at by itself.
         if not self._lows or self._holders.have_grown:
             return []
         lows, copies = [*self._lows], self._refreshed
@@ -274,6 +275,8 @@ def note_a_write(copy: Copy, weight: torch.Tensor) -> None:
 
     A chance is lost only by a sentinel made in training.
     """
+    # The first write to a storage that has a copy-on-write clone moves the weight's
+    # data, so that the address tells of a write through any alias.
     if copy.sentinel is not None and compat.data_address(weight) != copy.address:
         STEADY.clear()
         copy.sentinel = None
@@ -287,6 +290,8 @@ def drop(weight: torch.Tensor, copies: Sequence[Copy]) -> None:
         STEADY.clear()
         for copy in copies:
             copy.sentinel = None
+        # The storage stays copy-on-write after its clone is gone, until a write; two
+        # threads that write at once would both make it plain.
         compat.end_lazy_clone(weight)
 
 
@@ -297,6 +302,8 @@ def refresh(stale: Sequence[Stale]) -> None:
     """
     for copy, weight, *_ in stale:
         version = compat.version(weight)
+        # A graph whose backward has yet to run has saved the copy: it keeps its memory,
+        # and the copy takes new memory.
         if copy.memory is not None and copy.is_held:
             if version != copy.version:  # the holder's backward must raise, as in eager
                 torch.autograd.graph.increment_version(copy.low)

@@ -57,11 +57,14 @@ class Shard:
         self, weight: torch.Tensor, low: torch.dtype, layout: torch.memory_format
     ) -> torch.Tensor:
         """A copy of `weight`, the whole parameter, for one run of a graph."""
+        # FSDP gathers a parameter in one dtype only.
         if self.low not in (None, low):
             self.wide = True  # graphs of two low dtypes
         self.low = low
         if self.is_low and not self.wide and layout == torch.preserve_format:
             return compat.gathered(self.record)
+        # No copy is kept: FSDP frees the gathered weight after each forward and
+        # backward.
         return weight.detach().to(low, memory_format=layout)
 
     def note_wide(self, weight: torch.Tensor) -> None:
@@ -96,6 +99,7 @@ class _Model:
         stepped = [shard.record.sharded_param for shard in self.shards]
         groups = {id(g): g for g in compat.shard_groups(stepped)}.values()
         may = [s.may_be_low for s in self.shards]
+        # MIN over the ranks: a weight is gathered low only where every rank may.
         bits = torch.tensor(may, dtype=torch.uint8, device="cpu")
         for group in groups:
             bits = bits.to(compat.reached_on(group, stepped[0].device))
@@ -159,6 +163,8 @@ class Sharded:
         if known is None or known.model() is not model:
             known = self._models[id(model)] = _Model(model)
         known.calls += 1
+        # Powers of two have one bit: ranks count the same calls, so that all of them
+        # come to a collective or none does, and calls of a long training pay for none.
         if known.calls & (known.calls - 1):
             return
         if known.shards:

@@ -62,6 +62,7 @@ def note_skip(
         scale = scaling.loss_scale.scale
         why = _accused(blamed, scaling, scale) or _by_gradients(runs, params)
         why = _noted(scaling, why)
+        # The scale has not moved for this step yet (see `step.move`).
         if scaling.loss_scale.at_floor and _is_new(runs, scaling):
             raise _floor_error(scaling, why)
         logger.info("autoamp: %s: skipped %s", scaling.label, why)

@@ -53,6 +53,8 @@ class _Call:
         self, model: nn.Module, args: Any, kwargs: Any, scale: float | Tensor | None
     ) -> None:
         self.model, self.scale = weakref.ref(model), scale
+        # References are kept and not copies, since every call would pay for a copy: the
+        # versions tell later whether an argument was written to.
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
         self._leaves = [*map(_without_history, leaves)]
         self._versions = self._now()
@@ -134,6 +136,8 @@ class SnapshotWriter:
         scaling, scale = self.scaling, None
         if scaling is not None and scaling.enabled:
             at = scaling.loss_scale.position[0]
+            # On a GPU the scale is a new tensor and no number, because reading it would
+            # wait.
             scale = float(at) if at.device.type == "cpu" else at + 0
         self._call = _Call(model, args, kwargs, scale)
 
@@ -148,6 +152,7 @@ class SnapshotWriter:
             hook = functools.partial(_reached, weakref.ref(self), index)
             compat.hook_gradient(each, hook)
             if each.numel() == 1:
+                # A reference to a loss would keep the whole graph of the step alive.
                 self._own = weakref.ref(each)
                 if each.device.type == "cpu":
                     self._look(each)
@@ -155,6 +160,7 @@ class SnapshotWriter:
     @_safely
     def reached(self, index: int, gradient: Tensor) -> None:
         """Looks at the loss of a backward that has reached a result of the model."""
+        # Only the third skipped step is written, so that only then gradients are kept.
         if self._in_a_row == _IN_A_ROW - 1 and self._call is not None:
             self._call.gradients[index] = gradient.detach()
         backward = compat.backward_id()
@@ -167,6 +173,7 @@ class SnapshotWriter:
     def _look(self, loss: Tensor, frame: Any = None) -> None:
         facts: dict[str, Any] = {"own": self._own() is loss}
         mean = loss.detach() if loss.numel() == 1 else loss.detach().float().mean()
+        # The loss of a GPU is looked at later, when the host waits in any case.
         if mean.device.type != "cpu":
             self._loss = mean, {**facts, "nodes": compat.history(loss, _NODES)}
         elif not math.isfinite(value := mean.item()):
@@ -177,6 +184,7 @@ class SnapshotWriter:
     @_safely
     def stepped(self, skipped: bool | Tensor) -> None:
         """Counts a step that is about to be taken, or is skipped."""
+        # One look at the stack names the line that steps.
         self._line = self._line or line_outside()
         self._skipped = skipped
         if isinstance(skipped, bool):  # the host has just waited for the device
@@ -195,6 +203,7 @@ class SnapshotWriter:
         self._in_a_row = self._in_a_row + 1 if is_skipped else 0
         if self._in_a_row == _IN_A_ROW:
             self._write("skips", weights_of, None)
+        # The weights have moved on: the call cannot be replayed from them.
         if not is_skipped:
             self._call = None
 
@@ -205,6 +214,8 @@ class SnapshotWriter:
         model = None if call is None else call.model()
         if call is None or model is None or scaling is None:
             return
+        # The watch ends before anything is written: there is one snapshot at most, and
+        # a disk that is full is not tried again.
         self.end()
         tensors = {"rng.torch": call.torch_rng}
         tensors |= {f"rng.cuda.{i}": each for i, each in enumerate(call.cuda_rng)}

@@ -142,10 +142,13 @@ def _decided(
     """The way of a step, its flag, its closure's loss, and the arguments for it."""
     if leaves_to_scaler(boundary):
         optimizer: Any = boundary.optimizer
+        # A GradScaler hands found_inf to a fused optimizer, whose kernel decides; it
+        # calls any other step only where nothing overflowed.
         found = getattr(optimizer, "found_inf", None)
         boundary.show(found is not None and found.reshape(()) != 0)
         boundary.log("a GradScaler decides about the step")
         for scaling in boundary.scalings:
+            # A GradScaler undoes no write to a buffer; neither do we for its steps.
             scaling.ledger.buffers.forget()
         return Way.STEP, None, None, args, kwargs
     loss, args, kwargs = evaluated(args, kwargs)
@@ -201,11 +204,14 @@ def evaluated(
     closure = closure_of(args, kwargs)
     if closure is None:
         return None, args, kwargs
+    # Torch calls a step under `no_grad`, and turns gradients on for the closure.
     with torch.enable_grad():
         loss = closure()
     ready = [loss]
     versions = _versions(params)
 
+    # LBFGS and SAM evaluate the closure again after they have moved the weights: the
+    # known loss stands for the first evaluation only.
     def again() -> Any:
         if ready and _versions(params) == versions:
             return ready.pop()
@@ -234,6 +240,7 @@ def read(boundary: OptimizerBoundary) -> Reading:
         if not scaling.enabled:
             boundary.link(scaling)
     for scaling in evidence.scalings:
+        # No GradScaler makes this step (see `leaves_to_scaler`): autoamp scales.
         scaling.ledger.set_foreign(False)
         boundary.link(scaling)
     low = any(s.ledger.runs_low for s in guards)
@@ -253,6 +260,7 @@ def _read_evidence(
     evidence = gather(params, boundary.last_read, boundary.scalings)
     boundary.last_read = evidence.last
     if BACKWARDS.runs:
+        # An optimizer that steps seldom keeps the runs that it has yet to read.
         BACKWARDS.forget(min((b.last_read for b in list(BOUNDARIES)), default=-1))
     return evidence
 
@@ -370,6 +378,8 @@ def _found_inf(
     flags = [flag.clone() for run in evidence.live for flag in run.found_inf]
     unclear = [*evidence.doubtful, *evidence.elsewhere]
     past = [flag for run in unclear for flag in run.found_inf]
+    # A flag on a device is not read here, since the host would wait: gradients that it
+    # may be about are looked at instead, on the device.
     on_host = all(flag.device.type == "cpu" for flag in past)
     if (
         doubt
@@ -380,6 +390,7 @@ def _found_inf(
     ):
         flags.append(not_finite(p.grad for p in params if p.grad is not None))
     elif guarded:
+        # The flags of live runs have judged these gradients where they left the graph.
         told = [run.leaves.known - run.gone for run in evidence.live]
         known = frozenset().union(*told)
         left = [p.grad for p in params if p.grad is not None and id(p) not in known]
@@ -406,6 +417,7 @@ def not_finite(grads: Iterable[torch.Tensor]) -> torch.Tensor:
     devices = {grad.device for grad in grads}
     if len(devices) == 1:
         return compat.any_not_finite(grads)
+    # One kernel takes the tensors of one device.
     by_device = [[g for g in grads if g.device == device] for device in devices]
     return _any([compat.any_not_finite(each) for each in by_device])
 
@@ -457,12 +469,17 @@ def _reduced(
     """
     team, sizes = reading.team, reading.sizes
     rows = [_row(scale, sizes) for scale in scales]
+    # Every rank hands in a vector of the same length, whatever models it has met: a
+    # collective of unequal lengths hangs, or mixes the numbers up.
     rows += [[scalar(_SILENT)] * 3] * (_SCALES - len(scales))
     numbers = [reading.flag.reshape(()), *(number for row in rows for number in row)]
     ours = torch.stack([n.to(team.device, torch.float32) for n in numbers])
+    # `all_reduce` writes in place, and `ours` is compared with the result.
     agreed = ours.clone()
     try:
         for group in team.groups:
+            # MAX serves all numbers: one rank's flag is every rank's flag, a size is
+            # the largest, and positions come negated, so that the lowest scale wins.
             torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MAX, group)
     except RuntimeError as error:
         raise RankError(
@@ -471,6 +488,7 @@ def _reduced(
             "steps another optimizer: see what each rank said last, and start all "
             "ranks again"
         ) from error
+    # On a GPU a comparison would wait, so that the scale is set in any case.
     known = free_to_read(agreed)
     for scale, mine, other in zip(
         scales, ours[1:].split(3), agreed[1:].split(3), strict=False
@@ -492,6 +510,7 @@ def _row(scale: LossScale, sizes: Sizes) -> list[torch.Tensor]:
     if largest is None:
         largest = scalar(_UNKNOWN)
     else:
+        # A size that is infinite is known all the same; infinity is `_UNKNOWN` here.
         largest = largest.nan_to_num(_INFINITE, _INFINITE)
     return [*(-each for each in scale.position), largest]
 
@@ -535,6 +554,8 @@ def _takes_flag(optimizer: Optimizer, flag: torch.Tensor) -> bool:
         bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         # A group may have an implementation of its own.
         and all(g.get("fused") for g in groups)
+        # Fused SGD whose first step is skipped keeps momentum buffers of memory that
+        # nothing has written: weights were off by 1e18 some steps later.
         and all(_has_state(optimizer, g) for g in groups)
     )
 
@@ -545,6 +566,7 @@ def _has_state(optimizer: Optimizer, group: dict[str, Any]) -> bool:
         return True  # SGD without momentum never has state
     for p in group["params"]:
         known = optimizer.state.get(p)
+        # A momentum buffer of None is one that no step has filled.
         if p.grad is not None and (
             not known or any(value is None for value in known.values())
         ):
@@ -555,6 +577,7 @@ def _has_state(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 def _host_looks(boundary: OptimizerBoundary, reading: Reading) -> bool:
     """Whether a flag that the kernel reads is read here too."""
     device: torch.device = boundary.params[0].device
+    # CUDA refuses to wait for a stream that is being captured.
     if compat.is_capturing(device):
         return False
     evidence = reading.evidence
@@ -600,6 +623,9 @@ def move(
     boundary.log(way.value)
     settle_buffers(boundary, reading, overflow)
     if reading.known:
+        # First the message, then the move: the message tells the scale at which
+        # gradients overflowed, and an overflow is an error only where the scale was at
+        # its floor already.
         runs = note_overflow(boundary, reading, overflow)
         update_scales(runs, reading.flag, reading.sizes)
         count_skips(reading.guards, reading.flag)
@@ -612,6 +638,7 @@ def move(
     if boundary.wrappers:
         boundary.show_on_wrappers(reading.flag.reshape(()) != 0)
     boundary.skipped_before = False  # the host does not know: see `unsure`
+    # A step without runs says nothing about the gradients of the steps before it.
     boundary.unsure = reading.evidence.live or boundary.unsure
 
 
@@ -632,6 +659,7 @@ def settle_buffers(
         if overflow is False:
             buffers.forget()
         else:
+            # Where only the device knows, it chooses between buffer and copy itself.
             buffers.put_back(reading.flag if overflow is None else None)
 
 
@@ -656,6 +684,7 @@ def note_overflow(
         runs += [r for r in evidence.elsewhere if r.overflowed]
         try:
             note_skip(runs, reading.params, guards, by)
+        # The step is not taken: a script that catches the error finds it skipped.
         except LossScaleError:
             mark(boundary, True)
             raise
@@ -668,6 +697,8 @@ def mark(boundary: OptimizerBoundary, skipped: bool) -> None:
     boundary.show(skipped)
     boundary.skipped_before, boundary.unsure = skipped, ()
     if skipped:
+        # `LRScheduler.step` warns "call optimizer.step() before lr_scheduler.step()" if
+        # the step that it has wrapped was never reached.
         compat.mark_stepped(boundary.optimizer)
     boundary.tell(skipped)
 
@@ -693,8 +724,12 @@ def update_scales(
     fresh = [run for run in runs if not run.scale_moved]
     for scale in _scales_of(fresh):
         passes = {r.backward_pass for r in fresh if r.scaling.loss_scale is scale}
+        # A GAN's two optimizers step after one backward, and an optimizer that steps in
+        # a hook does so before all flags of the backward are known: what has moved the
+        # scale already is taken off.
         before = [b.moved_by for b in passes if b.moved_by is not None]
         if len(before) < len(passes):
+            # This is asked before `update`, which counts down to the next look.
             wanted = scale.wants_size
             scale.update(flag)
             if wanted:

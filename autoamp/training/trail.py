@@ -101,6 +101,7 @@ def given_location(node: fx.Node, *, is_weight: bool, here: str = "") -> Locatio
     Args:
         here: as for `location_of`.
     """
+    # The extra input of a rewritten graph is named after the weight that it copies.
     copied = node.name.removesuffix("_copy")
     known = [n for n in node.graph.nodes if n.op == node.op and n.name == copied]
     of = known[0] if known else node
@@ -230,6 +231,9 @@ class Trail:
         pending: list[Any] = [v.grad_fn for v in values if v.requires_grad]
         while pending:
             node = pending.pop()
+            # An op such as `linear` of torch's is several autograd nodes (a product, a
+            # transposition, a sum): each node up to the next step's belongs to this
+            # one.
             if node is None or node in self._claimed or _fills_a_leaf(node):
                 continue
             self._claimed.add(node)
@@ -238,6 +242,7 @@ class Trail:
 
     def let_go(self) -> None:
         """Ends the run, and no longer keeps autograd's graph alive."""
+        # Each node holds its predecessors, and all that they have saved.
         self._claimed.clear()
 
     @compat.never_captured
@@ -280,11 +285,14 @@ def largest_in(values: Sequence[torch.Tensor]) -> torch.Tensor:
 def _largest(value: torch.Tensor) -> torch.Tensor:
     value = compat.own_memory(value)  # of a DTensor, what this rank holds
     if value.layout == torch.sparse_coo:
+        # The values of an uncoalesced tensor may hold an index twice: only their sum is
+        # the number.
         value = value.coalesce().values()
     elif value.layout != torch.strided:
         value = value.values()
     if not value.numel() or value.is_meta:
         return torch.zeros((), dtype=torch.float64, device="cpu")
+    # `amax` hands a NaN on, which `max` of Python would lose.
     return value.detach().abs().amax().double()
 
 

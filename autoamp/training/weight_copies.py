@@ -256,6 +256,8 @@ class MeshedCopies(WeightCopies):
     def _anew(self, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies in new memory, by one multi-tensor copy."""
         with torch.inference_mode(False), torch.no_grad():
+            # A trained DTensor's copy is made at every call, since a sentinel would
+            # cost a copy of the weight at each step's write.
             lows = [torch.empty_like(each, dtype=self.low) for each in held]
             compat.copy_all(lows, held)
         self.refreshed += len(lows)
@@ -379,6 +381,8 @@ def own_loaded_weights(model: nn.Module) -> int:
     parameters = {id(p): p for m in loaded for p in nn.Module.parameters(m)}
     moved = [p for p in parameters.values() if _outside_torch(p)]
     for parameter in moved:
+        # Through `.data` the parameter stays the same object: optimizers, tied modules
+        # and hooks hold it.
         parameter.data = parameter.data.clone()
     return len(moved)
 
