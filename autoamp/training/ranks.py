@@ -160,8 +160,8 @@ def shake_hands(
     whose = ours.get("models", "a pipeline's stage")
     for group in team.groups:
         name = str(group.group_name)
-        # The keys are numbered, since a store keeps the words of an earlier optimizer of
-        # the same group.
+        # The keys are numbered, since a store keeps the words of an earlier optimizer
+        # of the same group.
         number = _counts[name] = _counts.get(name, -1) + 1
         ranks = torch.distributed.get_process_group_ranks(group)
         keys = {rank: f"autoamp/{name}/{number}/{rank}" for rank in ranks}

@@ -241,11 +241,11 @@ class Listening(TorchFunctionMode):
 def _line_that_made(value: torch.Tensor) -> Location | None:
     """The Python line that made `value`, where autograd has recorded one."""
     calls = compat.written_in(value.grad_fn) if value.grad_fn is not None else []
+    # The innermost call comes last; calls inside torch and inside autoamp tell the user
+    # nothing.
     for call in reversed(calls):
         where, _, code = call.strip().partition("\n")
         file, _, rest = where.removeprefix('File "').partition('", line ')
-        # The lines are the stack's, outermost first: the last one outside of torch is
-        # the script's.
         if rest and not file.startswith((_TORCH, _OURS)):
             line = rest.partition(",")[0]
             op = re.sub(r"Backward\d*$", "", value.grad_fn.name())  # type: ignore[union-attr]

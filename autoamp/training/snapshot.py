@@ -184,7 +184,6 @@ class SnapshotWriter:
     @_safely
     def stepped(self, skipped: bool | Tensor) -> None:
         """Counts a step that is about to be taken, or is skipped."""
-        # One look at the stack names the line that steps.
         self._line = self._line or line_outside()
         self._skipped = skipped
         if isinstance(skipped, bool):  # the host has just waited for the device

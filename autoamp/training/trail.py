@@ -231,9 +231,8 @@ class Trail:
         pending: list[Any] = [v.grad_fn for v in values if v.requires_grad]
         while pending:
             node = pending.pop()
-            # An op such as `linear` of torch's is several autograd nodes (a product, a
-            # transposition, a sum): each node up to the next step's belongs to this
-            # one.
+            # An op may be several autograd nodes (`linear`: a product and a
+            # transposition).  Those between it and the steps before it are its own.
             if node is None or node in self._claimed or _fills_a_leaf(node):
                 continue
             self._claimed.add(node)
