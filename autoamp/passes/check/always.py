@@ -119,10 +119,13 @@ def check_always(after: fx.GraphModule, was: Footprint, now: Footprint) -> None:
         )
     met: dict[fx.Node, int] = {}
     for at, (memory, shown) in enumerate(zip(was.memory, now.memory, strict=True)):
+        # Two results that show one memory now have to have shown one before.
         first = met.setdefault(shown, at)
         if was.memory[first] is not memory:
             told = f"result {at} shows the memory of result {first}"
             raise VerificationError(told, nodes=[shown.name])
+        # A caller that writes to such a result would write to a weight, or to its own
+        # input.
         if shown.op in _GIVEN and memory.op not in _GIVEN:
             told = f"result {at} shows the memory of {where(shown)}"
             raise VerificationError(told, nodes=[shown.name])

@@ -150,6 +150,7 @@ def _out_of_a_group(old: fx.Node, new: fx.Node) -> tuple[Call, Call]:
     count = len(several) // each
     if not isinstance(at, int) or not 0 <= at < count:
         return call_of(old), call_of(new)
+    # The operands lie by kind: all weights, then all copies.
     own = (several[at + which * count] for which in range(each))
     return call_of(old), Call(single, (*own, *group.args[:leading]), {})
 
@@ -161,6 +162,7 @@ def _gathered_low(old: fx.Node, new: fx.Node) -> tuple[Call, Call]:
     _, dtype, uses = new.args
     gather = next((n for n in old.all_input_nodes if MESH_CALL in n.meta), old)
     call = gather.meta.get(MESH_CALL)
+    # Any reader in fp32 would get rounded numbers.
     readers = [user for user in gather.users if user is not old]
     if not (
         call is not None

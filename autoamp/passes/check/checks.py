@@ -46,6 +46,8 @@ class Checks:
         self._seen: tuple[fx.GraphModule, Footprint] | None = None
 
     def _verifier_of(self, before: fx.GraphModule) -> Verifier:
+        # Kept for all passes of one graph: to run the original on stand-ins is the
+        # costly part.
         if self._verifier is None or self._verifier.original is not before:
             self._verifier = Verifier(before)
         return self._verifier
@@ -93,7 +95,11 @@ class Checks:
         """The emitted graph is the program of the graph before, but for its casts."""
         pinned = was.classified.pinned
         self._verifier_of(was.before).verify(
-            now.gm, pinned, pinned - was.classified.promoted
+            # An op that type promotion keeps in fp32 may read low values, which it
+            # widens itself.
+            now.gm,
+            pinned,
+            pinned - was.classified.promoted,
         )
 
     def hoisted(self, was: Rewritten, now: Rewritten) -> None:

@@ -180,6 +180,8 @@ class _Pair:
         if gives_its_operand(node):
             self.stands[side][node.name] = self.stood(node.all_input_nodes[0], side)
         elif is_view(node.target) or node.target is operator.getitem:
+            # Equal views of one value are one value: the pass repeats the view of a
+            # weight for each use, so that the gradients of the uses are summed in fp32.
             known = self._views.setdefault(self._key(node, side), node.name)
             if known != node.name:
                 self.stands[side][node.name] = known
@@ -196,6 +198,8 @@ class _Pair:
             known: the calls on the mesh that stay, since the last call with an effect.
         """
         call = node.meta.get(MESH_CALL)
+        # Past a write an equal call gives another value, past a change of grad mode
+        # another gradient.
         if has_effect(node.target) or calls_bodies(node) or _changes_mode(node):
             known.clear()
         if call is None:
@@ -233,12 +237,17 @@ class _Pair:
             return self.stands[1].get(node.all_input_nodes[0].name)
         if target not in self.may.add:
             shows = is_view(target) or target is operator.getitem
+            # A view that was made once more, for a use of its own.
             again = bool(self.may.add) and shows
             return self._views.get(self._key(node, 1)) if again else None
         first = node.args[0]
         if not isinstance(first, fx.Node):
             return None
+        # What follows reads the metadata of added nodes, which the pass under check
+        # wrote.
         _is_recorded_truly(node, first)
+        # The gradient goes to the first operand, whatever numbers the second holds:
+        # only here does it show that the two are one value.
         if target in OF_A_COPY:
             copy = node.args[1]
             if not isinstance(copy, fx.Node) or (
@@ -268,6 +277,7 @@ class _Pair:
         if source is None or source.op != "get_attr" or not torch.is_tensor(value):
             return None
         known = operator.attrgetter(str(source.target))(self.gms[0])
+        # By its numbers: no call in the graph tells where a constant comes from.
         same = torch.equal(known.detach().to(value.dtype), value)
         return str(source.name) if same else None
 
@@ -373,6 +383,7 @@ def _regions(pair: _Pair) -> list[Region]:
     one, other = (
         [n.name for n in gm.graph.nodes if n.name in pair.staying] for gm in pair.gms
     )
+    # In one order, no write and no random draw can have moved past another.
     if one != other:
         moved = [a for a, b in zip(one, other, strict=True) if a != b]
         raise VerificationError(
@@ -398,6 +409,8 @@ def _regions(pair: _Pair) -> list[Region]:
         _is_recorded_as_before(pair, pair.old[name], pair.new[name])
     for node in pair.added:
         if pair.old.get(node.name) in gone:
+            # A call that replaces the call of its own name is of that call's region,
+            # whatever the two read.
             graph.add_edge(node, pair.old[node.name])
     found = [_region(pair, part, gone) for part in nx.connected_components(graph)]
     return [each for each in found if each is not None]
@@ -417,6 +430,8 @@ def _read_otherwise(
     more = rereads[len(reads) :]
     is_body = calls_bodies(new) or calls_bodies(old)
     renamed = old.target is not new.target
+    # Operands may only be added at the end: copies for a body, the edge's inputs for a
+    # function of the edge.
     if more:
         known = {pair.stood(n, 0) for n in reads}
         copies = is_body and all(pair.stood(n, 1) in known for n in more)
@@ -436,6 +451,7 @@ def _read_otherwise(
     if len(rereads) < len(reads):
         _refuse_operands(old, new)
     told = [literals(was, places=not more), literals(now, places=not more)]
+    # Torch's op for a checkpoint is told more than the function that it replaces.
     if told[0] != told[1] and not pair.may.retype and not (renamed and is_body):
         _refuse_operands(old, new)
 

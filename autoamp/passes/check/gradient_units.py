@@ -119,6 +119,8 @@ def check_units(gm: fx.GraphModule) -> None:
             related.add_edges_from((TRUE, value) for value in read)
         if node not in counted:
             continue
+        # This gradient goes to the caller: clipping, logs and optimizers take it as it
+        # is.
         if node.op == "placeholder":
             related.add_edge(TRUE, node)
             continue
@@ -131,6 +133,8 @@ def check_units(gm: fx.GraphModule) -> None:
                 given = ("read", operand)
                 related.add_edge(TRUE, given)
             related.add_edge(of_operand, given)
+    # Joined are gradients that have to be in one unit: a path joins the two units
+    # themselves.
     if nx.has_path(related, TRUE, SCALED):
         _, *path, _ = nx.shortest_path(related, TRUE, SCALED)
         values = [each if isinstance(each, fx.Node) else each[1] for each in path]

@@ -110,6 +110,8 @@ def hold_first_run(
             if prepared.gm is not ran:
                 return results  # another thread has put casts in meanwhile
             if not held.broken:
+                # One clean run is enough: from here the graph's own code runs, with no
+                # Python between ops.
                 prepared.run = plain
                 return results
             told = [each.message(options) for each in held.broken.values()]
@@ -142,6 +144,7 @@ def _checked(
     Raises:
         VerificationError: `amended` or its code is another program.
     """
+    # The edit is checked as a pass is: it happens at a call, behind all passes.
     differences(gm, amended, held(frozenset(n.name for n in broken)))
     code = with_bindings(amended)
     check_same_calls(amended, code)
@@ -200,7 +203,10 @@ def _cast_behind(node: fx.Node, given: Dtypes) -> None:
     """Corrects the dtype that a node promises; its readers read a cast instead."""
     graph, said = node.graph, node.meta["val"]
     with graph.inserting_after(node):
+        # `with_dtypes` and not `_to_copy`: an op may have several results, some no
+        # tensors.
         cast = graph.call_function(with_dtypes, (node, dtypes_in(said)))
     cast.meta = dict(node.meta)
     node.meta = {**node.meta, "val": with_dtypes(said, given)}
+    # The cast itself goes on reading the node.
     node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)

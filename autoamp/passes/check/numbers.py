@@ -108,6 +108,7 @@ def _same_kinds(region: Region) -> None:
 
 def _layout(value: Tensor) -> tuple[Any, ...]:
     strides = zip(value.shape, value.stride(), strict=True)
+    # Kernels give a dimension of size 1 whatever stride they like.
     told = [str(stride) for size, stride in strides if size != 1]
     return (value.dtype, *map(str, value.shape), *told)
 
@@ -164,6 +165,7 @@ def _compared(region: Region, values: _Values) -> str | None:
             runs.append(_run(region, side, values, wide=wide))
             return [runs[-1][pair[side]] for pair in region.results]
 
+        # Both sides round, so that neither is the truth for the other.
         forward(0, wide=True)
         saved = [
             tensors_saved(functools.partial(forward, side, wide=False))
@@ -187,18 +189,16 @@ def _compared(region: Region, values: _Values) -> str | None:
 def _bytes_kept(
     region: Region, side: int, run: Mapping[fx.Node, Any], saved: Sequence[Tensor]
 ) -> int:
-    """The bytes that one side keeps for the backward, beside what is held anyhow.
-
-    Inputs of the graph (weights, for the most part) live as long as the graph's caller
-    wants, and the new side's results as long as those that read them (attention keeps
-    its result in the place of its weights).  Statistics do not count, a number or less
-    for each row: torch's norms keep none where only the weight is trained, and 16 bits
-    of each elsewhere; ours keep fp32.
-    """
+    """The bytes that one side keeps for the backward, beside what is held anyhow."""
+    # Inputs of the graph, weights for the most part, live as long as the caller wants.
     ends = [pair[side] for pair in region.inputs if pair[side].op == "placeholder"]
+    # The new side's results live as long as their readers: attention keeps its result
+    # in the place of its weights.
     ends += [new for _, new in region.results] if side else []
     held = {storage_key(t) for t in tensors_of([run[n] for n in ends])}
     values = tensors_of([run[p[side]] for p in region.results])
+    # Statistics, a number or less for each row, do not count: torch's norms keep none
+    # where only the weight is trained and 16 bits of each elsewhere, and ours fp32.
     rows = max((t.numel() // max(t.shape[-1:], default=1) for t in values), default=0)
     return sum(
         bytes_held(t)
@@ -231,12 +231,14 @@ def _gradients_differ(
         if not roots or not leaves:
             found.append([])
             continue
+        # An input may reach no result that needs a gradient.
         made = torch.autograd.grad(roots, leaves, given, allow_unused=True)
         found.append([*made])
     if len({len(each) for each in found}) > 1:
         return "lets no gradient through where one flowed, or lets one through"
     for number, (true, was, now) in enumerate(zip(*found, strict=True)):
         if was is None or now is None:
+            # No gradient, and a gradient of zeros, are the same to autograd.
             if was is not now and bool((true if true is not None else now).any()):
                 return f"gives no gradient to input {number + 1}"
             continue
@@ -257,6 +259,7 @@ def _off(true: Any, was: Any, now: Any, coarsest: float) -> str | None:
         return f"is {now.dtype} {[*now.shape]}, and was {was.dtype} {[*was.shape]}"
     if not true.dtype.is_floating_point:
         return None if torch.equal(was, now) else "differs"
+    # Where the old side overflows, nothing is asked of the new one.
     finite = true.isfinite() & was.isfinite()
     if not bool(finite.any()):
         return None
@@ -264,6 +267,7 @@ def _off(true: Any, was: Any, now: Any, coarsest: float) -> str | None:
     if not bool(other.isfinite().all()):
         return "is not finite where it was"
     size = float(truth.abs().max())
+    # Of the largest number: a sum's error is a share of its terms, not of what is left.
     allowed = ROUNDINGS * max(float((one - truth).abs().max()), coarsest * size)
     error = float((other - truth).abs().max())
     if error <= allowed:
@@ -302,6 +306,8 @@ def _called(node: fx.Node, args: Any, kwargs: Any) -> Any:
     target: Any = node.target
     if isinstance(target, compat.OpOverload):
         if compat.schema(target).name in _RANDOM:
+            # A copy, as a dropout makes one: a write to its result leaves the operand
+            # alone.
             return args[0].clone()
         order = [a.name for a in compat.schema(target).arguments]
     elif node.op == "get_attr":
@@ -378,6 +384,7 @@ class _Values:
         sizes = [self._size(s) for s in known.shape]
         strides = [compat.hint(s) for s in known.stride()]
         order = sorted(range(len(sizes)), key=lambda d: -strides[d])
+        # A stride of 0 is an expanded dimension: one number, shown many times.
         dense = [1 if not strides[d] else sizes[d] for d in order]
         made = self._drawn(dense, known.dtype)
         back = [order.index(d) for d in range(len(sizes))]
@@ -390,6 +397,7 @@ class _Values:
         if dtype == torch.bool:
             return drawn > -0.5
         if not dtype.is_floating_point:
+            # 0 or 1: an index has to lie within its dimension.
             return (drawn > 0).to(dtype)
         return drawn.to(dtype)
 
@@ -431,6 +439,7 @@ def _small_sizes(region: Region) -> dict[int, int]:
     sizes = {compat.hint(size) for t in tensors for size in t.shape}
     free = sorted(size for size in sizes if size > 8)
     taken = {size for size in sizes if size <= 8}
+    # Even, so that a row can be halved; each another one, so that no two are mixed up.
     small = (n for n in range(2, 10_000, 2) if n not in taken)
     return {
         size: chosen for size, chosen in zip(free, small, strict=False) if chosen < size

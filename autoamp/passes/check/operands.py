@@ -87,12 +87,14 @@ def operands_agree(node: fx.Node, after: StandIns, before: StandIns) -> None:
         return
     exempt = _FP32_PARAMETERS.get(name, frozenset())
     if _on_cpu(node):
+        # CUDA's kernels of norms reject fp32 parameters beside low data.
         exempt |= _CPU_FP32_PARAMETERS.get(name, frozenset())
     found = _operand_dtypes(node, after, exempt)
     if len(set(found.values())) <= 1:
         return
     widened = dtypes_of(after.values[node.name]) == [torch.float32]
     one_is_wide = torch.float32 in found.values()
+    # The widening of the low operand is exact, and the sum is made in fp32.
     if name in _WIDEN and widened and one_is_wide:
         return
     twin = before.nodes.get(node.name)

@@ -108,11 +108,13 @@ def kept_by_functions(result: Any) -> list[Tensor]:
 def _is_copy(tensor: Tensor, weight: Tensor) -> bool:
     if tensor.dtype not in LOW_DTYPES.values() or not weight.is_floating_point():
         return False
+    # Sizes first: `equal` reads both tensors.
     if bytes_held(tensor) != weight.numel() * tensor.itemsize:
         return False
     return bool(torch.equal(_flat(tensor), _flat(weight).to(tensor.dtype)))
 
 
 def _flat(tensor: Tensor) -> Tensor:
+    # As memory, whatever view was saved: of a linear's weight it is the transposed one.
     size = bytes_held(tensor) // tensor.itemsize
     return tensor.detach().as_strided((size,), (1,), 0)

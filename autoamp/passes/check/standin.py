@@ -79,6 +79,7 @@ class StandIns:
         kwargs: Any = fx.map_arg(node.kwargs, lambda n: self.values[n.name])
         if node.target is checkpointed:
             body = self.values[str(node.args[0])]
+            # Run with the operands that the rewritten graph hands in, which may be low.
             return StandIns(body, self.memo, args[1:]).values["output"]
         try:
             return self._call(node, args, kwargs)
@@ -151,6 +152,7 @@ class StandIns:
 def _mode(memo: Memo) -> compat.FakeTensorMode:
     """The fake mode in which all results of one verification are computed."""
     if _MODE not in memo:
+        # Static sizes: a check must add no guard to the graph that it looks at.
         memo[_MODE] = compat.new_fake_mode(symbolic=False)
     found = memo[_MODE]
     assert isinstance(found, compat.FakeTensorMode)
@@ -170,6 +172,7 @@ def _shares_memory(target: compat.OpOverload) -> bool:
 def _signature(value: Any) -> Any:
     """The properties of an operand that decide the dtype and layout of a result."""
     if isinstance(value, torch.Tensor):
+        # By strides too: they choose the kernel, and with it how the result lies.
         return (value.dtype, value.shape, value.stride())
     if isinstance(value, (list, tuple)):
         return tuple(_signature(v) for v in value)

@@ -46,9 +46,11 @@ def check_strides(
             continue
         if node.op == "get_attr":
             held = operator.attrgetter(str(node.target))(gm)
+            # The pass makes constants anew, and leaves what is recorded of them.
             if _strides(held) != _strides(node.meta.get("val")):
                 laid[node] = _fake(held, mode)
             continue
+        # What follows no changed layout lies as it is recorded.
         if node.target is not laid_out and laid.keys().isdisjoint(node.all_input_nodes):
             continue
         if node.op == "output":

@@ -82,6 +82,8 @@ class Verifier:
         before, after = self._before, self._after(rewritten)
         total = 0
         for node in rewritten.graph.nodes:
+            # Counted from dtypes found on stand-ins: a cast that the pass forgot to
+            # make, or made twice, shows in the sum.
             if node.name in op_prices:
                 total += op_prices[node.name][_runs_low(node, before, after)]
             elif _is_inserted_cast(node, before):
@@ -141,6 +143,7 @@ def _same_results(rewritten: fx.GraphModule, before: StandIns, after: StandIns) 
 def _same_strides(rewritten: fx.GraphModule, before: StandIns, after: StandIns) -> None:
     """Checks that results, and what `as_strided` reads, lie as before."""
     old, new = (_leaves(run.values["output"]) for run in (before, after))
+    # The caller may `view` a result, which raises on other strides than the model's.
     made_by = _leaves(rewritten.graph.output_node().args[0])
     for node, one, other in zip(made_by, old, new, strict=True):
         if _strides(one) != _strides(other):
@@ -152,6 +155,8 @@ def _same_strides(rewritten: fx.GraphModule, before: StandIns, after: StandIns) 
     for node in rewritten.graph.nodes:
         if not _is_strided_read(node.target) or node.name not in before.nodes:
             continue
+        # A cast packs its operand anew, and `as_strided` would then show other
+        # elements.
         read, twin = node.args[0], before.nodes[node.name].args[0]
         assert isinstance(read, fx.Node)
         assert isinstance(twin, fx.Node)
@@ -345,6 +350,7 @@ def _arguments(target: compat.OpOverload) -> tuple[list[str], frozenset[str]]:
 def _may_write(body: fx.GraphModule) -> bool:
     """Whether a sub-graph, of ATen ops or as Dynamo wrote it, may write to an input."""
     nodes = list(body.graph.nodes)
+    # A body as Dynamo wrote it has no metadata to make stand-ins of.
     if any(n.op == "call_method" or "val" not in n.meta for n in nodes[:-1]):
         return any(_writes_by_name(n) or _written(n, body) for n in nodes)
     run = StandIns(body, {})

@@ -174,10 +174,7 @@ def _sums_of_rows(
     return of_weight, of_bias
 
 
-apply_layer_norm = compat.direct_apply(_LayerNorm)
-
-
-_ATEN = torch.ops.aten
+_apply_layer_norm = compat.direct_apply(_LayerNorm)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -282,7 +279,7 @@ def layer_norm(  # noqa: PLR0917 - as torch's op
         >>> layer_norm(torch.tensor([[1.0, 3.0]], dtype=torch.bfloat16), [2])
         tensor([[-1.,  1.]], dtype=torch.bfloat16)
     """
-    return apply_layer_norm(data, weight, bias, sizes, epsilon)
+    return _apply_layer_norm(data, weight, bias, sizes, epsilon)
 
 
 OWN_NORMS: dict[Any, Callable[..., Tensor]] = {

@@ -73,13 +73,16 @@ def read(value: float) -> Number:
     >>> read(0.7071067811865475).square
     Fraction(1, 2)
     """
+    # By `repr`: the decimal that was written, and not the binary fraction beside it.
     exact = Fraction(repr(value))
     _, figures, exponent = Decimal(repr(value)).normalize().as_tuple()
     if len(figures) <= _MOST_EXACT:
         return Number(exact)
     assert isinstance(exponent, int)  # infinities are not read
     off = max(_WRITTEN * 10.0**exponent, _COMPUTED * math.ulp(value))
+    # The kernel computes in fp32: what fp32 can tell apart is another constant.
     off = min(off, _LOST * abs(value))
+    # A number of as many digits as the value would fit any value.
     known = len(figures) - _SPARE
     for factor, square, of_pi in _FACTORS:
         for simple in _simple(value / factor, known):
@@ -145,6 +148,7 @@ class Algebra:
 
     def number(self, value: float | Fraction) -> Form:
         """The real number that a written number stands for."""
+        # An int is exact however many digits it has.
         if isinstance(value, int | Fraction):
             return Form(self, {(): Fraction(value)} if value else {})
         if not abs(value) < float("inf"):
@@ -158,6 +162,7 @@ class Algebra:
 
     def root_of(self, value: Fraction) -> Form:
         """The root of a positive number, by roots of primes."""
+        # sqrt(n / d) is sqrt(n * d) / d: roots of whole numbers only.
         rest, whole, product = value.numerator * value.denominator, 1, self.number(1)
         factor = 2
         while factor * factor <= rest and factor < _MOST_FACTOR:
@@ -197,6 +202,7 @@ class Algebra:
 
     def times(self, left: Sum, right: Sum) -> Sum:
         """The product of two sums, multiplied out."""
+        # The proof runs at the first call: a form this large is given up.
         if len(left) * len(right) > 4 * _MOST_TERMS:
             raise UnknownError
         found: dict[Product, Fraction] = {}
@@ -219,6 +225,8 @@ class Algebra:
             if kind == "prime":
                 assert isinstance(of, int)
                 base: Sum = {(): Fraction(of) ** int(whole)}
+            # Roots in a denominator are kept there, with positive powers
+            # (`Form._plain`).
             elif exponent < 0:
                 raise UnknownError
             else:
@@ -250,6 +258,7 @@ class Form:
 
     def __add__(self, value: Form | float | Fraction) -> Form:
         other, times = self._other(value), self.algebra.times
+        # Forms over one denominator stay small; cross products double at each sum.
         if self.below == other.below:
             return Form(self.algebra, _added(self.above, other.above), self.below)
         left, right = times(self.above, other.below), times(other.above, self.below)
@@ -336,6 +345,7 @@ def _joined(left: Product, right: Product) -> Product:
     found = dict(left)
     for atom, exponent in right:
         found[atom] = found.get(atom, Fraction(0)) + exponent
+    # In one order, so that equal products are equal keys.
     return tuple(sorted((a, e) for a, e in found.items() if e))
 
 

@@ -89,6 +89,7 @@ def product_of(node: fx.Node) -> Product | None:
 
 def _plain_product(left: Any, right: Any) -> Product | None:
     sizes = [node.meta["val"].dim() for node in (left, right)]
+    # `matmul` would broadcast batches, which the kernel does not.
     if sizes[0] != sizes[1] or sizes[0] < 3:
         return None
     ordered = tuple(range(sizes[0]))
@@ -175,6 +176,8 @@ def step_of(
     factor = _factor(node)
     if factor is not None:
         scaled = Written(Kind.SCALE, factor)
+        # A factor of 0 or below turns the order of the scores about, and a fill of -inf
+        # into one of +inf or NaN.
         return (node.args[0], scaled) if 0 < factor < math.inf else None  # type: ignore[return-value]
     found = _added(node, trained) or _filled(node)
     if found is None:
@@ -196,11 +199,14 @@ def _added(
     if not all(isinstance(n, fx.Node) for n in args):
         return None
     one, other = args
+    # `mask + scores` is written too; `add_` writes to its first operand, which then are
+    # the scores.
     turned = name == "aten::add" and (
         other in trained if one not in trained else _size(other) > _size(one)
     )
     scores, numbers = (other, one) if turned else (one, other)
     value = numbers.meta.get("val")  # type: ignore[union-attr]
+    # The op gives no gradient to what is added: a trained bias stays with its calls.
     is_float = isinstance(value, torch.Tensor) and value.dtype in _FLOATS
     if not is_float or numbers in trained:
         return None
@@ -220,6 +226,7 @@ def _filled(node: fx.Node) -> tuple[fx.Node, Written] | None:
     if name == "aten::masked_fill":
         places = [(0, 1, 2, Kind.FILL)]
     elif name == "aten::where" and len(args) == 3:
+        # `where` may have the scores on either side.
         places = [(1, 0, 2, Kind.KEEP), (2, 0, 1, Kind.FILL)]
     else:
         return None
@@ -308,6 +315,8 @@ def _trained(graph: fx.Graph) -> set[fx.Node]:
                 is_op = isinstance(node.target, compat.OpOverload)
                 if is_tensor and is_op and mutates(node.target):
                     storages.add(compat.storage_id(value))
+        # Again until no storage is new: a write makes earlier names of its storage
+        # trained.
         if len(storages) == known:
             return found
 
@@ -330,6 +339,7 @@ def _is_softmax(node: fx.Node) -> bool:
         return False
     last = node.meta["val"].dim() - 1
     dtype = node.kwargs.get("dtype", node.args[2] if len(node.args) > 2 else None)
+    # Told another dtype, the softmax computes in that one, and the op in fp32.
     return node.args[1] in (-1, last) and dtype in (None, HIGH_DTYPE)
 
 
@@ -344,6 +354,7 @@ def _around(
     calls, scores, steps = before
     values = product_of(after[-1])
     assert values is not None
+    # The softmax goes over the last dimension of the product as it lies.
     plain = is_in_order(scores.of_result) and is_in_order(values.of_left)
     if not plain or not _fits(scores, values):
         return None
@@ -393,6 +404,8 @@ def _to_scores(
         step = step_of(node, trained)
         if step is not None:
             read, made = step
+            # Read from the softmax backwards, so that `scale` is of the factors behind
+            # the fill.
             if any(fill.number * scale > LARGEST_FILL for fill in fills([made])):
                 return None
             if made.kind is Kind.SCALE:
@@ -496,6 +509,7 @@ def _may_be_one(graph: fx.Graph, found: WrittenAttention) -> bool:
             return node.target is not operator.getitem and node.op != "get_attr"
         return not storages.isdisjoint(_storages(written_values(node)))
 
+    # The one call reads its operands at the place of the last of the calls.
     if any(parts(node) for node in order[first:last] if node not in own):
         return False
     added = [s.tensor for s in found.steps if s.kind is Kind.ADD and s.tensor]
@@ -557,6 +571,8 @@ def _put(
     is_copied = _is_copied(result, exposed)
     steps = [_told(step, found, masks) for step in found.steps]
     made = _emitted(calls, found, steps, is_copied)
+    # Dynamo has traced the rest for these strides: a later `view` would raise on
+    # others.
     layouts = [layout_of(node.meta["val"]) for node in (made, result)]
     if layouts[0] != layouts[1] and not is_copied:
         for node in reversed(calls.made):
@@ -656,6 +672,8 @@ class _Calls:
         *_, one, other = dimensions
         if node.target is _ATEN.transpose.int and one > other:
             source, *turned = node.args
+            # Keys are mostly written transposed: two transpositions are none, and the
+            # kernel reads rows.
             count = len(dimensions)
             if {d % count for d in turned} == {one, other}:  # type: ignore[operator]
                 return source  # type: ignore[return-value]

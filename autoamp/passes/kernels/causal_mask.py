@@ -59,6 +59,7 @@ def without_masks(graph: fx.Graph, _: compat.FakeTensorMode, allowed: Allowed) -
             name = _needless(node, mask, masks)
         if name is not None and name not in allowed.off:
             dropout = node.args[DROPOUT] if len(node.args) > DROPOUT else 0.0
+            # A mask of all keys said nothing; of a causal mask the flag says all.
             node.args = (*node.args[:MASK], None, dropout, name == CAUSAL_MASK)
             _note(node, name)
             found = True
@@ -97,6 +98,7 @@ def _bias_alone(graph: fx.Graph, mask: fx.Node, masks: Masks) -> fx.Node | None:
     broadcasts = len(one) == len(other) and one[-2:] == other[-2:]
     if value.dtype != made.dtype or not broadcasts or not masks.shows_all_keys(shown):
         return None
+    # The call would read, and keep for its backward, what a write makes of the bias.
     is_written = compat.storage_id(value) in written_storages(graph.nodes)
     return None if is_written else bias
 
@@ -135,11 +137,15 @@ class Masks:
             scores: the numbers of queries and keys.
             hides: whether the bools are True where a key is hidden.
         """
+        # A mask that broadcasts over queries hides the same keys from each: it is not
+        # causal.
         if [*sizes_of(mask.meta["val"])[-2:]] != scores:
             return False
         shown = self._of(mask)
         if shown is None:
             return False
+        # From the upper left corner, as `is_causal` counts, also where there are more
+        # keys than queries.
         lower = torch.ones(shown.shape[-2:], dtype=torch.bool, device="cpu").tril()
         return bool((shown == (~lower if hides else lower)).all())
 
@@ -171,6 +177,8 @@ def _shown(calls: list[fx.Node]) -> Tensor | None:
     if made.dtype == torch.bool:
         return made
     shown = made == 0
+    # Numbers in between, such as distances, weaken a key and do not hide it: taken for
+    # a mask they gave results 0.9 off.
     return shown if bool((shown | (made <= LOWEST)).all()) else None
 
 
@@ -250,6 +258,8 @@ class _SmallMask:
         kwargs = {name: self._given(name, v) for name, v in node.kwargs.items()}
         value: Tensor = node.target(*args, **kwargs)
         sizes = [self._size(size) for size in node.meta["val"].shape]
+        # The call gives another shape than the sizes stand for: some literal was a
+        # size.
         if [*value.shape] != sizes or len(sizes) > _MOST_DIMENSIONS:
             raise _UnknownError
         return value
@@ -270,6 +280,8 @@ class _SmallMask:
             isinstance(size, int) and not _SMALL <= size < _AS_LONG_AS_IT_IS
         ):
             return size
+        # By the text of the size: what was one symbol stays one size, and two stay
+        # apart.
         return self._sizes.setdefault(str(size), _SMALL + _APART * len(self._sizes))
 
     def _read(self, node: fx.Node) -> _Elements:
@@ -308,6 +320,8 @@ class _SmallMask:
     def _arange(self, node: fx.Node) -> _Elements:
         start = argument(node, "start", 0)
         exact = self._values[node].dtype in _EXACT
+        # Positions in bf16 are rounded from 257 on, so that a large mask differs from a
+        # small one.
         if not exact or argument(node, "step", 1) != 1 or not isinstance(start, int):
             raise _UnknownError
         return _Elements(1, abs(start))
@@ -317,6 +331,7 @@ class _SmallMask:
         key = {"slice": "start", "select": "index"}.get(name, "diagonal")
         by = argument(node, key, 0) or 0
         is_part = name in ("slice", "select")
+        # A negative begin counts from the end, and takes the size part.
         if not isinstance(by, int) or (is_part and by < 0):
             raise _UnknownError
         if name == "slice" and argument(node, "step", 1) != 1:

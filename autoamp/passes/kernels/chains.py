@@ -50,6 +50,8 @@ def chains_in(graph: fx.Graph) -> Iterator[list[Chain]]:
     Chains are sought behind the ops of the family `notices_a_chain`, such as `tanh`.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
+    # A kernel stands where the chain ended: it would read what a write in between has
+    # left.
     breaks = [i for node, i in order.items() if _orders(node)]
     ends: set[fx.Node] = set()
     for node in graph.nodes:
@@ -62,6 +64,8 @@ def chains_in(graph: fx.Graph) -> Iterator[list[Chain]]:
             if not _is_broken(chain, order, breaks)
         ]
         if found:
+            # A long chain before its parts: a layer norm is one kernel, not a variance
+            # and a rest.
             yield found[::-1]
 
 
@@ -96,6 +100,7 @@ def _ending_at(end: fx.Node, order: Mapping[fx.Node, int]) -> Iterator[Chain]:
         vectors = [n for n in outside if _is_vector(n, shape)]
         data = [n for n in outside if n not in vectors]
         in_line &= len(data) < 2
+        # One tensor and a weight and bias are all that any kernel takes.
         if not in_line and len(data) == 1 and len(vectors) <= 2:
             several = sum(not is_cast(n) for n in inside) > 1
             if several and _reads_as(data[0], shape):
@@ -105,6 +110,8 @@ def _ending_at(end: fx.Node, order: Mapping[fx.Node, int]) -> Iterator[Chain]:
         joining = [n for n in data if _joins(n, inside, shape)]
         if not joining or (in_line and len(inside) > _MOST_IN_LINE):
             return
+        # The latest call first, so that all readers of a call are inside before the
+        # call joins.
         last = max(joining, key=order.__getitem__)
         inside.add(last)
         del outside[last]
@@ -168,6 +175,7 @@ def replaceable(
         if replacement is not None:
             taken.update(chain.nodes)
             found.append(replacement)
+    # Softmax keeps its result for the backward; a later write to it would raise there.
     if any(each.kernel.kernel.keeps_result for each in found):
         exposed = exposed_storages(graph)
         found = [each for each in found if not _may_be_written(each, exposed)]
@@ -231,6 +239,7 @@ class _Layouts:
         """The shape and strides of the kernel's result."""
         data: torch.Tensor = chain.data.meta["val"]
         layout = layout_of(data)
+        # The layers of a network ask the same: one fake call answers for all.
         key = (kernel, data.dim(), layout)
         if key in self._known:
             return self._known[key]
@@ -260,6 +269,7 @@ def _put(
             chain may read such a result.
     """
     chain, found = replacement.chain, replacement.kernel
+    # A chain may read the result of one that has just been replaced and erased.
     data, *vectors = (made.get(n, n) for n in (chain.data, *chain.vectors))
     weight = None if found.weight is None else vectors[found.weight]
     bias = None if found.bias is None else vectors[found.bias]

@@ -60,10 +60,12 @@ def fuse(  # noqa: PLR0917
         return None
     graph = fx.Graph(gm)
     compat.quick_copy(gm.graph, graph, {})
+    # The nodes of the copy are other nodes.
     allowed = replace(allowed, in_regions=in_regions(gm, graph))
     put = [step(graph, mode, allowed) for step in STEPS]
     if not any(put):
         return None
+    # The calls that made a mask may be dead now.
     drop_dead(graph)
     fused = compat.graph_module(gm, graph)
     fused.meta = dict(gm.meta)

@@ -176,6 +176,7 @@ def constant(node: fx.Node) -> Tensor | None:
     calls = calls_from_sizes(node)
     if calls is None:
         return None
+    # The capture's fake mode is on, and would make no numbers.
     with compat.on_real_numbers():
         try:
             return computed(calls)

@@ -31,6 +31,7 @@ def exp(value: Form) -> Form:
     algebra, result = value.algebra, value.algebra.number(1)
     for product, factor in value.terms().items():
         logarithm = _logarithm(algebra, product)
+        # `exp(log(a) / 3)` would be a third root, which no atom is.
         if logarithm is not None and factor.denominator <= 2:
             result *= power(logarithm, factor)
         else:
@@ -91,6 +92,7 @@ def erf(value: Form) -> Form:
     algebra, terms = value.algebra, value.terms()
     if not terms:
         return value
+    # One sign for both spellings, so that `erf(x)` and `-erf(-x)` are one atom.
     sign = 1 if terms[max(terms)] > 0 else -1
     varies = any(algebra.varies(product) for product in terms)
     of = frozen((value * sign).terms())
@@ -102,6 +104,8 @@ def root(value: Form) -> Form:
     algebra, terms = value.algebra, value.terms()
     if not terms:
         return value
+    # A number taken out of the root, so that `sqrt(4 * a)` and `2 * sqrt(a)` are one
+    # form.
     size = abs(terms[max(terms)])
     base = (value * (1 / size)).terms()
     result = algebra.root_of(size)
@@ -134,6 +138,7 @@ def sigmoid(value: Form) -> Form:
 def row_sum(value: Form) -> Form:
     """The sum over a row: sums are summed by parts, and constant factors come out."""
     algebra = value.algebra
+    # A sum of quotients with different denominators is no quotient of the sums.
     if not algebra.size or any(algebra.varies(product) for product in value.below):
         raise UnknownError
     result = algebra.number(0)
@@ -250,6 +255,7 @@ def meaning(
     given = [_form(algebra, value) for value in args]
     named = {key: _form(algebra, value) for key, value in kwargs.items()}
     try:
+        # An argument that is not known here, `out=` say, may change what the op means.
         inspect.signature(op).bind(*given, **named)
     except TypeError as error:
         raise UnknownError from error
@@ -352,6 +358,7 @@ def _log1p(self: Form) -> Form:
 
 
 def _softplus(self: Form, beta: Any = 1, threshold: Any = _THRESHOLD) -> Form:
+    # Another threshold cuts where fp32 still tells the two apart.
     if _number(beta) != 1 or _number(threshold) != _THRESHOLD:
         raise UnknownError
     return log(1 + exp(self))
@@ -360,6 +367,7 @@ def _softplus(self: Form, beta: Any = 1, threshold: Any = _THRESHOLD) -> Form:
 def _var(self: Form, unbiased: Any = True, correction: Any = None) -> Form:
     if not isinstance(unbiased, bool):
         raise UnknownError
+    # `var` is told one of two arguments, by its overload.
     said = int(unbiased) if correction is None else correction
     return row_variance(self, _number(said))
 

@@ -31,6 +31,7 @@ def own_norm(node: fx.Node, dtype: torch.dtype, device: torch.device) -> Any:
         return node.target
     is_low = dtype in LOW_DTYPES.values()
     if node.target is _ATEN.rms_norm.default:
+        # Our kernel sums over the last dimension alone.
         one_dimension = len(node.args[1]) == 1  # type: ignore[arg-type]
         takes_it = one_dimension and (is_low or dtype == HIGH_DTYPE)
     else:

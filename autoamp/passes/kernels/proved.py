@@ -123,9 +123,11 @@ def agree(
     """
     if found.shape != expected.shape:
         return False
+    # Where the chain overflows, a kernel that does not is no worse.
     asked, has_nan, sizes = found.isfinite(), data.isnan(), data.abs()
     allowed = TOLERANCE * torch.where(asked, expected.abs(), 0.0)
     if size:
+        # One NaN in a row spoils its sum, and the other elements mean nothing.
         asked = asked & ~found.isnan().any(-1, True)
         allowed = allowed.amax(-1, keepdim=True)
         has_nan, sizes = has_nan.any(-1, True), sizes.amax(-1, keepdim=True)
@@ -251,6 +253,8 @@ def _recognised(
     if found is None:
         return None
     with compat.on_real_numbers():
+        # The proof holds for real numbers; overflow, cancellation and NaN are not among
+        # them.
         inputs = rows(vectors, size, dims) if size else (elements(),)
         try:
             return found if _is_tried(found, calls, inputs, size) else None
@@ -265,6 +269,8 @@ def _is_tried(
     result = _run(calls, inputs)
     if not agree(result, found(inputs[0], inputs[1:]), inputs[0], size):
         return False
+    # In fp32 as well: a kernel may compute the same function and lose its digits, as a
+    # variance by `mean(x * x) - mean(x) ** 2` does.
     low = [each.to(HIGH_DTYPE) for each in inputs]
     exact = _run(calls, [each.double() for each in low])
     return is_as_true(found(low[0], low[1:]), _run(calls, low), exact, low[0], size)
@@ -317,6 +323,7 @@ def _candidates(
         if kernel.by_rows != bool(algebra.size) or vectors > len(kernel.vectors):
             continue
         for epsilon in small if "epsilon" in kernel.takes else (Fraction(0),):
+            # Which vector is the weight, and which the bias, only the proof tells.
             for names in itertools.permutations(kernel.vectors, vectors):
                 at = dict(zip(names, range(vectors), strict=True))
                 places = at.get("weight"), at.get("bias")
@@ -327,6 +334,7 @@ def _epsilons(algebra: Algebra, data: Form) -> Iterator[Fraction]:
     """What is added, under the roots of a chain, to the mean of the squares."""
     if not algebra.size:
         return
+    # An epsilon is the number beside the squares, whatever factor the root has.
     (squares,) = row_sum(data * data).above
     found = set()
     for atom in list(algebra.atoms):
@@ -345,6 +353,7 @@ def _run(calls: Sequence[_Call], inputs: Sequence[Tensor]) -> Tensor:
             return values[written.number]
         if isinstance(written, tuple):
             return [read(each) for each in written]
+        # A chain that names fp32 runs in float64 all the same when it is tried so.
         return inputs[0].dtype if written == HIGH_DTYPE else written
 
     for call in calls:
@@ -425,6 +434,8 @@ def _function_proved(
     (back,) = _body_read(backward, algebra, [Meaning(gradient), *unread, *saved])
     for kernel in KERNELS:
         if not kernel.by_rows and result.form.is_equal(kernel.form(data)):
+            # Memory-saving Functions write their backward by hand, and one that clips
+            # or averages the gradient is no derivative.
             expected = gradient * slope(kernel.form(data), data)
             return kernel if back.form.is_equal(expected) else None
     return None
@@ -470,6 +481,8 @@ def _function_is_tried(
             unread = [torch.zeros_like(other) for other in others]
             (found,) = backward(gradient, *unread, *saved)
             (slopes,) = torch.autograd.grad(expected, given, gradient, True)
+            # Terms as large as the gradient times the data may have cancelled in the
+            # backward.
             lost = gradient * (1 + data.abs())
             if not agree(found, slopes, data, cancelled=lost):
                 return False

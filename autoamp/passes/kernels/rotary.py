@@ -78,6 +78,7 @@ def exchanged(calls: Sequence[fx.Node], data: fx.Node) -> tuple[int, bool] | Non
     The calls run on rows of numbers that are all different.
     """
     value = data.meta["val"]
+    # Each dimension of another size: calls that act on a wrong one cannot pass.
     shape = (*range(2, value.dim() + 1), value.shape[-1])
     with compat.on_real_numbers():
         end = 1.0 + torch.Size(shape).numel()
@@ -104,7 +105,6 @@ def _other(rows: Tensor, sign: int, pairs: bool) -> Tensor:
     return rotary(rows.float(), zero, one, HIGH_DTYPE, sign, pairs).double()
 
 
-_ATEN = torch.ops.aten
 _SIGNS: Mapping[Any, int] = {_ATEN.add.Tensor: 1, _ATEN.sub.Tensor: -1}
 
 
@@ -202,6 +202,7 @@ def _ending_at(end: fx.Node, order: Mapping[fx.Node, int]) -> Embedding | None:
                     how = exchanged([n for n in calls if n in inside], data)
                 if how is not None:
                     sign, pairs = how
+                    # `x * cos - other * sin` is a rotation the other way.
                     sign *= _SIGNS[end.target]
                     cast = _only_cast(end)
                     given = data, cosine, sine
@@ -275,6 +276,7 @@ def _only_cast(end: fx.Node) -> fx.Node | None:
     (reader, *others) = end.users or (None,)
     if reader is None or others or CAST_KIND not in reader.meta:
         return None
+    # A cast of the model's own is a boundary that the user drew.
     plain = reader.target is _ATEN._to_copy.default and [*reader.kwargs] == ["dtype"]
     return reader if plain and reader.meta["val"].dtype != HIGH_DTYPE else None
 

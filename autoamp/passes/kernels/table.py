@@ -97,6 +97,7 @@ def _gelu(x: Form) -> Form:
 
 
 def _gelu_tanh(x: Form) -> Form:
+    # Read as sqrt(2 / pi), as the same number in a chain is.
     factor = x.algebra.number(_ROOT_OF_2_BY_PI)
     return x * (1 + tanh(factor * (x + 0.044715 * x**3))) / 2
 
