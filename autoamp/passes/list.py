@@ -205,6 +205,8 @@ def _place(work: Rewritten) -> Rewritten:
     options = work.options
     found = assign(work.classified, work.prices, options.placement, options.chosen)
     if work.fused and not found.low:
+        # A kernel rounds otherwise than the calls it stands for, and a graph without
+        # low ops gives the bits of fp32.
         raise LeaveOut("kernels", "nothing runs low, so that all numbers stay")
     return replace(work, assignment=found)
 
@@ -336,6 +338,7 @@ _SEE, _DECIDE, _WRITE, _PREPARE = Phase
 
 PASSES = (
     Pass(
+        # Before the facts: a chain then has one category and one price, as one op.
         _kernels,
         _SEE,
         Checks.replaced,
@@ -349,6 +352,8 @@ PASSES = (
         differs_only(changes.MADE_ONCE),
         without="values are handed to the mesh for each reader",
     ),
+    # Every later pass of this part reads these facts, so no call may change from here
+    # to `casts`.
     Pass(_facts, _SEE),
     Pass(_classify, _DECIDE),
     Pass(_price, _DECIDE),
@@ -432,6 +437,7 @@ PASSES = (
         without="the gradient of each of its weights is cast by itself",
         needs_memory=True,
     ),
+    # Up to here the graph computes on whole tensors, as every pass above assumes.
     Pass(_meshes, _PREPARE, Checks.on_meshes),
     Pass(
         _bindings,
@@ -486,6 +492,7 @@ def _is_eager(options: PassOptions) -> bool:
 def _may_replace(work: Rewritten, kernel: str | None = None) -> bool:
     """Whether functions of autoamp's may come into a graph, of a kernel that is on."""
     assert work.rewritten is not None
+    # A graph in which nothing is low gives the numbers of fp32 to the bit.
     if not work.options.fuse or not work.rewritten.sums.low:
         return False
     return kernel not in work.options.kernels_off

@@ -65,6 +65,7 @@ def parse_op_name(text: str) -> str:
 def overloads(key: str) -> list[OpOverload]:
     """Every overload the canonical `key` names in this torch; empty if none."""
     namespace, name, overload = split_key(key)
+    # `torch.ops` makes and keeps an empty namespace for whatever name it is asked for.
     if not (namespace.isidentifier() and name.isidentifier()):
         return []
     try:
@@ -207,6 +208,7 @@ def is_inplace(target: OpOverload) -> bool:
     if not arguments or len(returns) != 1:
         return False
     first, result = arguments[0].alias_info, returns[0].alias_info
+    # `out=` is keyword-only.
     if first is None or result is None or arguments[0].kwarg_only:
         return False
     return first.is_write and bool(first.before_set & result.before_set)
@@ -231,6 +233,7 @@ def _joins(alias: Any, shared: set[str]) -> bool:
     """Whether an argument shares its alias set with an output or a list of outputs."""
     if alias is None:
         return False
+    # `Tensor(a -> *)` says that an element of a list of results may be the operand.
     return "*" in alias.after_set or bool((alias.before_set | alias.after_set) & shared)
 
 
@@ -288,6 +291,7 @@ def has_effect(node: fx.Node) -> bool:
     if any(has_effect(n) for b in bodies_of(node) for n in b.graph.nodes):
         return True
     name = getattr(node.target, "__name__", str(node.target))
+    # Names such as `__and__` end with an underscore too.
     in_place = name.endswith("_") and not name.startswith("_")
     return in_place or name in _WRITING_OPERATORS or "dropout" in name
 
@@ -298,6 +302,7 @@ def drop_dead(graph: fx.Graph) -> None:
     FX's own elimination is not used, because in sub-graphs it erases method calls such
     as `x.mul_(2)`.
     """
+    # Backwards, as the operands of a dead node may be dead without it.
     for node in reversed(graph.nodes):
         if is_dead(node):
             graph.erase_node(node)
@@ -307,5 +312,7 @@ def is_dead(node: fx.Node) -> bool:
     """Whether nothing reads a node and it has no effect."""
     if node.op in ("placeholder", "output") or node.users:
         return False
+    # Nothing reads the entry of a `no_grad` block, and the calls behind it depend on
+    # it.
     changes_mode = node.target in compat.MODE_CHANGES
     return not (changes_mode or node.is_impure() or has_effect(node))

@@ -65,10 +65,12 @@ class PassOptions:
     unlist: tuple[tuple[str, str], ...] = ()
     own_keep: tuple[tuple[str, str], ...] = ()
     chosen: Any = None
+    # Only the words of messages depend on it, and equal options share graphs.
     by_variables: bool = dataclasses.field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("allow", "deny", "infer", "clear", "keep"):
+            # The dataclass is frozen, and compares and hashes these fields: tuples.
             object.__setattr__(self, name, _strings(name, getattr(self, name)))
         if self.precision != "auto" and parse_low_dtype(self.precision) is None:
             raise OptionError(
@@ -145,6 +147,7 @@ class PassOptions:
         Raises:
             OptionError: there is no option of that name, or its value is unusable.
         """
+        # `dataclasses.replace` would raise a `TypeError` that lists no options.
         there = names_of(type(self))
         for name in changes:
             if name not in there:
@@ -232,6 +235,7 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
 def _kernels(value: Any) -> tuple[str, ...]:
     names = _strings("unfused", value)
     for name in names:
+        # A cut-off of 0: one kernel is always the closest.
         (close,) = difflib.get_close_matches(name, KERNEL_NAMES, 1, 0.0)
         if isinstance(value, str):
             raise OptionError(

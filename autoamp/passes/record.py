@@ -120,6 +120,7 @@ class Rewritten:
     bodies: tuple[Rewritten, ...] = ()
     given_up: Mapping[str, str] = field(default_factory=dict)
     left_as_they_are: Mapping[str, str] = field(default_factory=dict)
+    # `replace` hands the same table on, so that all passes of a run add to one.
     seconds: dict[str, float] = field(default_factory=dict)
     left: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()

@@ -360,6 +360,7 @@ def _op_rows(section: Section) -> Iterator[OpRow]:
             kernel=chain.kernel if chain else "",
             calls=chain.calls if chain else 1,
             rule=verdicts[name].reason,
+            # The reward is no time: it is there to make the solver lower allow ops.
             cost_fp32=high - (assignment.prices.reward if is_allow else 0),
             cost_low=low,
             pinned=assignment.pinned.get(name, ""),
@@ -394,6 +395,7 @@ def _cast_rows(section: Section) -> Iterator[CastRow]:
     running = {n.name: n for n in section.gm.graph.nodes}
     facts = section.rewritten.facts
     for cast in section.rewritten.casts:
+        # Clean-up has dropped the cast.
         if cast.name not in kept:
             continue
         node = running.get(cast.name)
@@ -498,6 +500,8 @@ def costs_of(rewritten: Rewritten) -> Costs:
         ALL_FP32: placement(assignment.all_high_cost, frozenset()),
     }
     for name, policy in POLICIES.items():
+        # Another tool may lower what our rules deny; only a legal placement has a
+        # price.
         low = project(assignment.problem, policy(rewritten.classified))
         placements[name] = placement(legal_energy(assignment.problem, low), low)
     return Costs(

@@ -199,8 +199,11 @@ def _run(
     first = next(deciding, len(wanted))
     while at < len(wanted):
         each = wanted[at]
+        # Reports show the graph with its casts, and none of the functions that come in
+        # later.
         if each.phase is Phase.PREPARE and work.rewritten is None:
             work = replace(work, rewritten=_settled(work))
+        # A retreat goes back to one of these records, which no pass changes.
         started[at] = work
         try:
             if each.name not in left_out:
@@ -211,6 +214,8 @@ def _run(
             at = next(i for i, p in enumerate(wanted) if p.name == told.name)
             work = started[at]
         except Exception as error:
+            # A pass with `without` raises under `strict` alone. Before the first
+            # decision there is none to change.
             if each.without or at < first:
                 raise
             again = started[first]
@@ -247,6 +252,7 @@ def _passed(each: Pass, work: Rewritten, checks: Checks) -> Rewritten:
             problem = error
             fresh = wider(error, work.gm.graph, left)
             left, now = (*left, *fresh), work
+            # No node is left to spare: the graph goes without the pass.
             if not fresh:
                 break
     if problem is None:
@@ -316,6 +322,8 @@ def _rewrite_bodies(
             continue
         inner = Normalised(body, (), normalised.fake_mode)
         try:
+            # The facts are collected from the caller's grad mode on, and the body may
+            # be called under another one.
             with torch.set_grad_enabled(body.meta[BODY_RECORDS]):
                 rewritten = rewrite(inner)
         except Exception as error:

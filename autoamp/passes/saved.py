@@ -39,6 +39,7 @@ _GIVE = 'give a file that report.to_json("FILE") or `autoamp explain --json` wro
 
 
 def _is_whole(value: object) -> bool:
+    # `True` is an `int` in Python.
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
@@ -149,6 +150,7 @@ def report_in(where: str, data: object) -> SavedReport:
             else:
                 casts.append(CastRow(*values))
     for (graph, _), (_, ops, _) in sections.items():
+        # Casts find their ops by name when two reports are compared.
         if len({op.name for op in ops}) < len(ops):
             _fail(where, f"two ops of graph {graph} have the same name")
     top = {"model": _TEXT, "compute_dtype": _TEXT_OR_NULL}
@@ -169,6 +171,7 @@ def report_in(where: str, data: object) -> SavedReport:
 
 def _read(path: Path, shown: str) -> str:
     status = path.stat()
+    # The path may be anything: a pipe blocks, and `/dev/zero` never ends.
     if stat.S_ISDIR(status.st_mode):
         raise OptionError(f"{shown}: it is a directory; {_GIVE}")
     if not stat.S_ISREG(status.st_mode):
@@ -382,6 +385,8 @@ def _paired_graphs(
     A graph is paired with the graph of the same key if the two are alike, else with the
     graph that is most alike, else with None.
     """
+    # Equal keys first, for all graphs, so that a graph that is only similar takes no
+    # other graph's partner.
     by_key = {graph.key: graph for graph in new}
     partner: dict[str, SavedGraph] = {}
     for graph in old:
@@ -431,6 +436,8 @@ def _blocks(
     head = _common(old, new)
     tail = _common(old[head:][::-1], new[head:][::-1])
     yield 0, 0, head
+    # With `autojunk` an op that fills 1 % of a long graph would count as noise and
+    # never be matched.
     matcher = SequenceMatcher(
         None, old[head : len(old) - tail], new[head : len(new) - tail], autojunk=False
     )

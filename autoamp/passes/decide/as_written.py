@@ -122,6 +122,7 @@ def _user_cast(
             # its result would reach the operand.
             mode: Mode = "high" if fact.storage in graph.mutated else "any"
             return _cleared(reason, mode)
+        # Rounded first, 2.999 would become 3.
         reason = "turns floats to integers: reads the value its producer made"
         return _cleared(reason, "follow")
     whole = not (read.is_floating_point or read.is_complex)
@@ -149,6 +150,8 @@ def as_authors_say(node: fx.Node, fact: NodeFacts, low: torch.dtype) -> Verdict 
     if not asks or not compat.has_autocast_kernel(op, fact.device):
         return None
     dtype = compat.registered_dtype(op, fact.device)
+    # A registered dtype is known to torch. A kernel written by hand is called once on
+    # fake tensors, and what it hands to the op is looked at.
     if dtype is not None:
         wanted = [dtype] * len(fact.operands)
         said = f"its author registered {short_name(dtype)} for autocast"
@@ -196,6 +199,7 @@ def verdict_on(
         low: the compute dtype.
         writes: whether the call writes to its operands.
     """
+    # An op that asks for fp16 in a graph of bf16 gets fp32, which is no less true.
     asks_low = low in wanted and set(wanted) <= {low, HIGH_DTYPE}
     if asks_low and not writes:
         modes = tuple[Mode, ...]("same" if dtype == low else "high" for dtype in wanted)
@@ -254,6 +258,7 @@ def _handed_on(
     passed = compat.passed_under_autocast(op, args, state)
     if passed is None or len(passed.args) != len(args):
         return None
+    # The kernel may cast what the op gave: then it is more than a cast of operands.
     dtypes = [t.dtype for t in tensors_of(passed.result)]
     if dtypes != [t.dtype for t in tensors_of(passed.given)]:
         return None

@@ -51,6 +51,7 @@ class Chosen:
     low: frozenset[OpKey]
     known: frozenset[OpKey]
     below_ceiling: bool = False
+    # A mapping has no hash, and options, which hold a choice, are keys of a cache.
     reasons: Mapping[OpKey, str] = field(default_factory=dict, hash=False)
     frontier: Any = field(default=None, hash=False)
 
@@ -156,8 +157,10 @@ def assign(
         PlacementError: the constraints contradict each other.
     """
     problem = build_problem(classified, prices)
+    # Solved for any placement: reports tell what it costs above the least.
     low, optimal_cost = least_cost(problem)
     if chosen is not None:
+        # The choice was made on another capture, whose constraints may be others.
         low = project(problem, chosen.nodes(classified))
     elif placement != "optimal":
         low = project(problem, POLICIES[placement](classified))
@@ -209,6 +212,8 @@ def _decisions(
             op=fact.op,
             category=verdict.category,
             low=name in low,
+            # The problem pins nodes that no verdict pins: makers of returned tensors
+            # that share memory.
             reason=verdict.reason if verdict.pinned else pins.get(name, verdict.reason),
             choice=choice,
             origin=verdict.origin,

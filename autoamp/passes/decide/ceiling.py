@@ -38,12 +38,14 @@ def promotes_to_low(classified: Classified) -> frozenset[str]:
     pinned to fp32 is not low, unless its result may be rounded.
     """
     low: set[str] = set()
+    # In graph order, so that the makers of a node's operands are settled before it.
     for name, verdict in classified.verdicts.items():
         if classified.facts.nodes[name].widens:
             continue
         if not verdict.pinned or verdict.may_round:
             producer = classified.facts.producer
             widths = {producer(value) for value in _promoting(name, classified)}
+            # A node that reads nothing which promotes is made in fp32.
             if verdict.category is Category.ALLOW or (widths and widths <= low):
                 low.add(name)
     return frozenset(low)
@@ -57,6 +59,7 @@ def _promoting(name: str, classified: Classified) -> list[str]:
         return [fact.typed_as] if fact.typed_as else [o.value for o in fact.operands]
     read = [*classified.reads(name)]
     # A tensor that is written to keeps its dtype.
+    # `aten::__and__` is an operator and writes nothing.
     writes = base.endswith("_") and not base.endswith("__")
     if writes or base in family("as_wide_as_its_data"):
         read = read[:1]
@@ -125,6 +128,8 @@ def _held(name: str, classified: Classified, low: frozenset[str]) -> Verdict:
     facts, verdict = classified.facts, classified.verdicts[name]
     modes = verdict.modes
     if facts.nodes[name].base in family("promoting"):
+        # These kernels widen a low operand as they read it. That is exact, needs no
+        # cast, and lets the backward save the low value.
         modes = tuple(
             "any" if mode == "same" and facts.producer(o.value) in low else mode
             for o, mode in classified.reads(name)
@@ -152,6 +157,7 @@ def _moves(gm: fx.GraphModule, classified: Classified, low: frozenset[str]) -> s
     found: set[str] = set()
     for node in gm.graph.nodes:
         verdict, fact = verdicts.get(node.name), facts.nodes.get(node.name)
+        # What is written to a moved value later would be rounded as well.
         if verdict is None or fact is None or fact.storage in facts.mutated:
             continue
         values = elements.get(node.name, [node.name])

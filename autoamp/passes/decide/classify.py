@@ -74,6 +74,7 @@ def classify(
             continue
         if nodes[name].target is operator.getitem and name in facts.element_of:
             continue
+        # Asked first: it may be the verdict on this very node that has failed.
         if name in given_up:
             modes = all_of("same", fact)
             verdicts[name] = Verdict(
@@ -86,6 +87,8 @@ def classify(
             raise PassError.at(name, error) from error
     facts = _with_fp32_results(facts, verdicts)
     found = Classified(facts, verdicts)
+    # The ceiling reads the pins of the whole graph, so every call has its verdict by
+    # now.
     if ceiling:
         found = under_ceiling(gm, found)
     by_node = {name: _rule_of(node, rules) for name, node in nodes.items()}
@@ -129,6 +132,7 @@ def _casting_extremes(
 def _rule_of(node: fx.Node, rules: Rules) -> Rule | None:
     """The rule of a call; a product of a value and itself is a square."""
     rule = None
+    # `x * x` leaves the range of fp16 at 256, as `x.square()` does.
     if node.target is torch.ops.aten.mul.Tensor and node.args[0] is node.args[1]:
         rule = rules.lookup(torch.ops.aten.square.default)
     return rule or rules.lookup(node.target)
@@ -205,6 +209,8 @@ def _rule_modes(
     if fact.keeps_state:
         wide = read_wide(node, under.low)
         for at, operand in enumerate(fact.operands):
+            # The op casts these at each read, and their gradients are summed over the
+            # reads in fp32; one cast of ours would sum them in the low dtype.
             if operand.value in wide and operand.argument != STATE:
                 modes[at] = "any"
     return tuple(modes)
@@ -218,6 +224,7 @@ def _rule_mode(
     if fact.keeps_state and operand.argument == STATE:
         return "high"
     norm_parameter = operand.argument in ("weight", "bias")
+    # CPU kernels of these norms take fp32 parameters beside low data; CUDA's do not.
     fp32_parameters = base_name(target) in family("fp32_parameters_on_cpu")
     if norm_parameter and fact.device == "cpu" and fp32_parameters:
         return "high"
@@ -313,5 +320,6 @@ def _contracts(node: fx.Node, wanted: bool) -> bool:
     operands = [set(term) - set(".") for term in read.split(",")]
     times = Counter(index for operand in operands for index in operand)
     letters = Counter(read.replace(",", "").replace(".", ""))
+    # Without `->` the result has the letters that stand once in the equation.
     kept = set(made) if "->" in equation else {i for i in times if letters[i] == 1}
     return wanted == any(n > 1 and index not in kept for index, n in times.items())

@@ -107,9 +107,11 @@ def price_graph(
     casts = {f.name: model.cast(f) for f in values}
     down = dict(casts)
     if free_weights:
+        # One copy serves until the optimizer's next step.
         down.update(dict.fromkeys(facts.weights & casts.keys(), 0))
     reward = 0
     if not do_no_harm:
+        # Twice, since a value may be cast both ways: no saving outweighs one allow op.
         reward = 1 + sum(a + b for a, b in ops.values()) + 2 * sum(casts.values())
         for name in filter(classified.is_allowed, verdicts):
             high, low = ops[name]
@@ -134,6 +136,7 @@ def as_authors_ask(prices: Prices, classified: Classified) -> Prices:
         high, low = ops[name]
         casts = sum(prices.down[o.value] for o in facts.nodes[name].operands)
         made = [v for v in prices.up if facts.producer(v) == name]
+        # At worst each reader needs a cast of its own: regions share none.
         casts += sum(uses[value] * prices.up[value] for value in made)
         ops[name] = (max(high, low + casts + 1), low)
     return replace(prices, ops=ops)
@@ -169,6 +172,8 @@ class _Model:
 
     def cast(self, fact: NodeFacts) -> int:
         if self.by_memory:
+            # 1 at least: of placements that keep equally many bytes, the one with fewer
+            # casts.
             return 1 + (self.low * fact.numel if fact.requires_grad else 0)
         moved = (self.high + self.low) * fact.numel
         nanoseconds = self.device.launch_ns + moved / self.device.cast_bandwidth(moved)
@@ -177,6 +182,7 @@ class _Model:
 
     @staticmethod
     def _units(nanoseconds: float) -> int:
+        # A price that rounds to 0 would make the work look free.
         return max(1, round(nanoseconds / UNIT_NS)) if nanoseconds else 0
 
 
@@ -253,6 +259,8 @@ def kind_of_product(node: fx.Node, fact: NodeFacts) -> str:
     if op in family("convolution"):
         weight = node.args[1] if len(node.args) > 1 else None
         value = weight.meta["val"] if isinstance(weight, fx.Node) else None
+        # Each result reads one channel: the weight is (results, channels of a group,
+        # ...).
         if isinstance(value, torch.Tensor) and value.dim() > 2 and value.shape[1] == 1:
             return "channelwise"
         return "conv"

@@ -53,6 +53,7 @@ def _cuda_here(device: torch.device, _: torch.dtype) -> str:
         for name, row in figures().items()
         if row["type"] == "cuda"
     }
+    # A GPU that the table lacks has the figures of the next older one.
     known = [c for c in capabilities if c <= 10 * major + minor]
     return capabilities[max(known)] if known else ""
 
@@ -196,6 +197,8 @@ class Device:
         rate = measured.get(kind)
         if kind in ("matmul", "batched") and rates.products:
             by_rows = rate_at(rates.products, rows)
+            # Batched products are timed at one size; with fewer rows they are taken to
+            # slow down as a single product does.
             return rate * by_rows / rates.products[-1][1] if rate else by_rows
         return rate or (self.low_flops_per_ns if low else self.fp32_peak(kind))
 
@@ -244,6 +247,7 @@ class Device:
 NEUTRAL = Device(
     "bytes only, as if low precision paid", 15.0, 2000.0, 100.0, 200.0, True
 )
+# Tensor cores came with compute capability 7.0.
 _CUDA_OLD = Device(
     "CUDA below 7.0", 500.0, 4000.0, 10_000.0, 10_000.0, False, type="cuda"
 )
@@ -323,6 +327,7 @@ def memory_of(name: str) -> int | None:
     "cuda" is the first GPU of this machine.
     """
     if name in KINDS and kind_of(name).is_asynchronous and is_here(name):
+        # (free, total)
         return int(torch.get_device_module(name).mem_get_info()[1])
     size = figures().get(name.partition(":")[2], {}).get("memory_gb")
     return None if size is None else int(size * 10**9)
@@ -385,6 +390,7 @@ def _read_device(figures: Mapping[str, Any]) -> Device | None:
             return None
     except (KeyError, TypeError, ValueError):
         return None  # another version of autoamp wrote the report
+    # A report that was made under a lock has the words in the name already.
     name = printable_line(given["name"], 200).removesuffix(_BY_LOCK) + _BY_LOCK
     return Device(**given | {"name": name})
 
@@ -422,6 +428,7 @@ def _read_curve(points: Any) -> Curve:
 
 
 def _number(value: Any) -> float:
+    # `True` is an `int` in Python.
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{value!r} is no number")
     if not 0 <= value <= _LARGEST:  # NaN neither

@@ -61,15 +61,18 @@ def _added(shapes: Shapes, numel: int) -> int:
 def _convolution(shapes: Shapes, numel: int) -> int:
     if len(shapes) < 2:
         return 0
+    # The weight without its first size: what one number of the result multiplies.
     return 2 * numel * math.prod(shapes[1]) // max(shapes[1][0], 1)
 
 
 def _transposed_convolution(shapes: Shapes, _: int) -> int:
+    # Here each number of the input, not of the result, meets a whole filter.
     return _convolution(shapes, math.prod(shapes[0])) if shapes else 0
 
 
 def _heads_first(shapes: Shapes, _: int) -> int:
     """Attention whose operands are (..., heads, length, width)."""
+    # Two products, the scores and the weighted sum of values, of 2 flops each.
     return 4 * math.prod(shapes[0]) * shapes[1][-2] if len(shapes) > 2 else 0
 
 
@@ -112,10 +115,12 @@ def _summed_batch(shapes: Shapes, numel: int) -> int:
 
 
 def _einsum(shapes: Shapes, numel: int) -> int:
+    # An estimate: the equation is not read, and the longest index is taken as summed.
     return 2 * numel * max((s for shape in shapes for s in shape), default=1)
 
 
 def _cell(shapes: Shapes, _: int) -> int:
+    # Behind the input and the state, which are matrices too.
     weights = [s for s in shapes if len(s) == 2][-2:]
     return 2 * math.prod(shapes[0][:-1]) * sum(map(math.prod, weights))
 

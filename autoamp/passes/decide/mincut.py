@@ -159,6 +159,8 @@ class Network:
         # `never` is finite, so that a contradiction shows as a cut of at least `never`.
         self.never = total + 1
         for variable, (at_sink, at_source) in problem.unary.items():
+            # The smaller price is paid on either side, so that only the rest is a
+            # capacity.
             base = min(at_sink, at_source)
             self.constant += base
             self._node(variable)
@@ -189,6 +191,7 @@ class Network:
             return
         self._node(a)
         self._node(b)
+        # Parallel edges add up; more than `never` says no more than `never`.
         capacity = min(capacity + self.out[a].get(b, 0), self.never)
         self.out[a][b] = self.into[b][a] = capacity
 
@@ -198,6 +201,8 @@ class Network:
         pairs: list[tuple[Node, Node, int]] = [
             (r, group.value, cost) for r in group.readers
         ]
+        # Each reader draws the auxiliary node to its side at any price, and that node
+        # alone pays for the copy, once.
         if len(pairs) > 1 and cost > 0:
             pairs = [(r, to, self.never) for r in group.readers]
             pairs.append((to, group.value, cost))
@@ -242,6 +247,8 @@ class Network:
                 continue
             leaving = self.sink[v] + sum(self.out[v].values())
             entering = self.source[v] + sum(self.into[v].values())
+            # `>` here and `>=` below: at equal cost a node goes to the sink, so that
+            # the source side stays the smallest.
             if self.source[v] > leaving:
                 work.extend(self.contract(v, to_source=True))
             elif self.sink[v] >= entering:
@@ -254,6 +261,7 @@ class Network:
             del self.into[other][v]
         for other in into:
             del self.out[other][v]
+        # What crosses for certain now is the edge to the other terminal.
         if to_source:
             self.settled.add(v)
             self.constant += self.sink[v]
@@ -271,6 +279,8 @@ class Network:
         graph.add_nodes_from((_SOURCE, _SINK))
         constant = 0
         for v, out in self.out.items():
+            # This much flows from terminal to terminal through v alone, and is always
+            # cut.
             through = min(self.source[v], self.sink[v])
             constant += through
             if self.source[v] > through:
@@ -278,7 +288,10 @@ class Network:
             if self.sink[v] > through:
                 graph.add_edge(v, _SINK, capacity=self.sink[v] - through)
             graph.add_edges_from((v, to, {"capacity": c}) for to, c in out.items())
+        # 8,800 ops took 0.23 s with this algorithm of networkx's, and 72 s with
+        # `dinitz`.
         residual = boykov_kolmogorov(graph, _SOURCE, _SINK)
+        # What the source reaches over unsaturated edges is the smallest source side.
         reached, frontier = {_SOURCE}, [_SOURCE]
         while frontier:
             for to, edge in residual[frontier.pop()].items():
@@ -308,6 +321,7 @@ def contradiction(problem: Problem) -> ContradictionError:
         reached = nx.descendants(forced, start) | {start}
         end = next((v for v in problem.at_sink if v in reached), None)
         if end is not None:
+            # The shortest of the chains, as a person has to read it.
             path = nx.shortest_path(forced, start, end)
             steps = [(b, forced[a][b]["why"]) for a, b in pairwise(path)]
             first = (start, problem.at_source[start])

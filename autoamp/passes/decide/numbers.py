@@ -101,6 +101,8 @@ def _computed(node: fx.Node, known: Known) -> float:
     """The number that a call makes of known numbers: `-torch.tensor(1e9)`."""
 
     def operand(leaf: fx.Node) -> Any:
+        # float64 rounds no number of the model's; the process may have another default
+        # device.
         return torch.tensor(known[leaf.name], dtype=torch.float64, device="cpu")
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), operand)
@@ -132,8 +134,10 @@ def literal_reason(
     if filled is None and not is_pointwise(target):
         return None
     for value in numbers(node, known) if filled is None else (filled,):
+        # Every float dtype has infinity and NaN.
         if not math.isfinite(value):
             continue
+        # Half of the smallest number is a tie, which goes to the even neighbour: 0.
         if 0 < abs(value) <= smallest(low) / 2:
             return f"computes with {value:g}, which {short_name(low)} rounds to zero"
         if abs(value) > largest(low) and filled is None and scales(target, category):
@@ -209,6 +213,7 @@ def _holds_extreme(node: fx.Node, limit: float) -> bool:
     if base_name(node.target).removesuffix("_") in family("division"):
         return False
     return any(
+        # 0.99, so that `finfo(low).min` itself counts, and what fp32 makes of it.
         isinstance(value, float) and math.isfinite(value) and abs(value) > limit * 0.99
         for _, value in named_arguments(node)
     )
@@ -253,6 +258,7 @@ def _mark_with_sources(masks: list[fx.Node], facts: Facts, extreme: set[str]) ->
     while chain:
         at = chain.pop()
         fact = facts.nodes.get(at.name)
+        # What takes a gradient is computed with, and is no mask.
         if fact is None or fact.requires_grad or at.name in extreme:
             continue
         extreme.add(at.name)

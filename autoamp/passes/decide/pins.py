@@ -43,6 +43,7 @@ def held_by_strides(gm: fx.GraphModule, facts: Facts) -> Mapping[str, str]:
     found: dict[str, str] = {}
     for value in (v for v in why if facts.nodes[v].makes_floats):
         views, base = views_down_to(value, facts)
+        # A cast of a base without gaps lies as the base does.
         made = [*views, base] if _has_gaps(nodes[base]) else views
         found |= dict.fromkeys(made, why[value])
     return found
@@ -77,6 +78,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     sizes = [compat.hint(s) for s in tensor.shape]
     strides = [compat.hint(s) for s in tensor.stride()]
     expected = 1
+    # From the innermost dimension out: without gaps each stride is the product of the
+    # sizes inside.
     for stride, size in sorted(zip(strides, sizes, strict=True)):
         if size != 1 and stride != expected:
             return 0 in sizes
@@ -246,6 +249,7 @@ def _written_unseen(at: Site) -> str | None:
 
 def _written_outside(at: Site) -> str | None:
     if (
+        # A write to a cast would not reach the tensor outside.
         at.fact.storage in at.under.facts.mutated
         and at.fact.storage in at.under.facts.outside
     ):
@@ -283,6 +287,7 @@ def _sums_over_rows(at: Site) -> str | None:
     sums_low = at.base in family("layer_norm") and fact.device == "cpu"
     if not (sums_low and fact.requires_grad):
         return None
+    # Our kernels sum these gradients in fp32 (`passes/functions/norms.py`).
     if at.under.facts.own_kernels and at.node.target in OWN_NORMS:
         return None
     if len(fact.operands) < 2:

@@ -64,7 +64,9 @@ def tensorflow(classified: Classified) -> frozenset[str]:
             makers = before[name]
             if any(m in low for m in makers) and not any(m in denied for m in makers):
                 low.add(name)
+    # Step 5 goes both ways: a clear op takes the dtype of any neighbour.
     low |= _reach(low, edges.to_undirected(as_view=True).adj, between & clear)
+    # One storage has one dtype: without this line `project` would raise them all.
     low |= {n for c in clusters if low & c and c <= free - denied for n in c}
     return frozenset(low | _casts_read_low(classified, low))
 
@@ -132,6 +134,7 @@ def project(problem: Problem, low: Iterable[str]) -> frozenset[str]:
             if group.to_source is None and group.value not in legal:
                 wrong.update(group.readers)
         wrong &= legal
+        # A node that is raised may break a constraint of another one.
         if not wrong:
             return frozenset(legal)
         legal -= wrong

@@ -31,6 +31,7 @@ def build_problem(classified: Classified, prices: Prices) -> Problem:
     for name in facts.constants:
         unary[name] = (0, 0)
         pinned[name] = "comes from outside the graph in fp32"
+    # One node stands for every reader that is fp32 whatever is decided.
     unary[FP32] = (0, 0)
     pinned[FP32] = "is read in fp32 outside the graph"
     why = "is returned, or viewed by what is, and shares memory with another tensor"
@@ -112,12 +113,15 @@ def _cast_groups(
             shows = classified.moves(at) and mode != "same"
             if mode == "any" and not shows:
                 continue
+            # A cast made under `no_grad` or autocast is no cast for readers outside,
+            # and a cast from before a write is stale.
             key = (operand.value, facts.nodes[name].region, operand.epoch)
             readers[key].append(FP32 if shows or mode == "high" else name)
             if mode == "follow":
                 follows.append((name, at, "reads the value at its own precision"))
     for value in sorted(facts.returned):
         if facts.nodes[value].is_value:
+            # The results are cast at the end, behind all regions and writes.
             readers[(value, -1, -1)].append(FP32)
     returned_inside = returned_and_used(classified)
     groups = []
@@ -224,6 +228,7 @@ def _ties(facts: Facts, unary: Mapping[str, object]) -> list[tuple[str, str, str
         maker = facts.producer(fact.name)
         if not fact.is_value or fact.storage not in facts.mutated or maker not in unary:
             continue
+        # Neighbours suffice, as ties are transitive.
         if fact.storage in last and last[fact.storage] != maker:
             why = "shares storage that is written in place"
             ties.append((last[fact.storage], maker, why))

@@ -139,6 +139,7 @@ def is_builtin(path: Path) -> bool:
     return path.resolve().parent == directory() and path.stem in BUILTIN
 
 
+# Asked at every node of every graph.
 @cache
 def family(*names: str) -> frozenset[str]:
     """The ops of these families together, without overloads: `aten::add`.

@@ -150,6 +150,7 @@ def _load_toml(path: Path) -> dict[str, Any]:
     """The tables of a rules file, not checked yet."""
     try:
         text = _read_bytes(path).decode("utf-8")
+        # Before `tomllib`: a key of a million dots keeps it busy for hours.
         _refuse_deep_keys(text)
         return tomllib.loads(text)
     except OSError as error:
@@ -165,6 +166,8 @@ def _load_toml(path: Path) -> dict[str, Any]:
 
 def _read_bytes(path: Path) -> bytes:
     status = path.stat()
+    # Reading a pipe may block for ever. A directory is refused by `read_bytes`, whose
+    # error says what it is.
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise RulesError(
             "cannot be read (it is a device or a pipe, not a file); give "
@@ -180,10 +183,8 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _refuse_deep_keys(text: str) -> None:
-    """Refuses a file with more than `MAX_DOTS` dots on a line.
-
-    A key of a million parts keeps `tomllib` busy for hours; keys end with their line.
-    """
+    """Refuses a file with more than `MAX_DOTS` dots on a line."""
+    # A key ends with its line, so that its dots can be counted without a parser.
     for number, line in enumerate(text.split("\n"), 1):
         if line.count(".") > MAX_DOTS:
             raise RulesError(
@@ -259,6 +260,7 @@ def _condition(key: str, op: str, given: dict[str, Any]) -> Condition:
 
 
 def _is_number(value: object) -> bool:
+    # `True` is an `int` in Python.
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -306,6 +308,7 @@ def _fail(key: str, problem: str) -> NoReturn:
 # -- every fault of a file, with its line ----------------------------------------------
 
 _AT_LINE = re.compile(r"\(at line (\d+)|line (\d+) has")
+# Near enough to find lines for messages; what a file means is left to `tomllib`.
 _HEADER = re.compile(r"^\s*(\[[^\[].*?\])\s*(?:#.*)?$")
 _KEY = re.compile(r"""^\s*((?:"(?:[^"\\]|\\.)*"|'[^']*'|[\w:.\s-])+?)\s*=""")
 
@@ -357,6 +360,7 @@ def check(path: Path) -> tuple[list[Fault], int]:
         try:
             yield
         except RulesError as error:
+            # A key that the patterns miss has the line of its table.
             line = places.get(place, places.get(place[:1], 0))
             faults.append(Fault(line, str(error)))
 

@@ -42,6 +42,7 @@ class Rules:
     table: Mapping[str, Rule]
     dtype: str = "any"
     keep: tuple[str, ...] = ()
+    # Every node of every graph is looked up, and the table never changes.
     _found: dict[OpOverload, Rule | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -161,10 +162,12 @@ class Rules:
         return self._found[target]
 
     def _search(self, target: OpOverload) -> Rule | None:
+        # The dtype of its result is that of the tensor given, whatever a rule says.
         if is_out_variant(target):
             return None
         overload = split_key(op_name(target))[2]
         own = base_name(target)
+        # A user may list our op by its own name, which then counts.
         if own in STANDS_FOR and own not in self.table:
             op, operands = STANDS_FOR[own]
             rule = self.table.get(op)
@@ -214,6 +217,8 @@ def _user_op(category: Category, written: str) -> str:
 
 def _lay_over(below: Rules, above: Iterable[Rule]) -> dict[str, Rule]:
     table = dict(below.table)
+    # Rules of whole ops first: each deletes the rules of single overloads, and must not
+    # delete one that is laid over with it.
     for rule in sorted(above, key=lambda r: bool(split_key(r.op)[2])):
         namespace, name, overload = split_key(rule.op)
         base = f"{namespace}::{name}"

@@ -187,6 +187,8 @@ def collect_facts(
 
 
 def _numel(*tensors: torch.Tensor) -> int:
+    # The hint and not `int(s)`, which would guard on the symbolic size: each new shape
+    # would then be captured anew.
     return sum(math.prod(compat.hint(s) for s in t.shape) for t in tensors)
 
 
@@ -225,10 +227,13 @@ class _Walk:
                 n.name for n in node.all_input_nodes if n.name in self.nodes
             }
         elif node.target in compat.MODE_CHANGES:
+            # Casts are not shared between regions: one made under `no_grad` has no
+            # gradient, so that a use of it outside would lose its own.
             self.region += 1
             if node.target is compat.SET_GRAD:
                 self.grad_mode = bool(node.args[0])
             self.autocasts.follow(node)
+        # In this order: a call reads its operands as they were before its own writes.
         if node.op != "output":
             self._record(node)
             self._note_writes(node)
@@ -242,6 +247,8 @@ class _Walk:
             self.grad_needed.add(node.name)
         if node.meta.get("autoamp_is_parameter"):
             self.parameters.add(node.name)
+        # Dynamo makes parameters inputs of the graph; in any other `GraphModule` they
+        # are attributes.
         if node.op == "get_attr" or node.name in self.parameters:
             self.weights.add(node.name)
 
@@ -253,6 +260,7 @@ class _Walk:
         operands, inputs, read = self._operands(node)
         held = node.meta.get(HELD, 1.0)
         if node.target is operator.getitem:
+            # The call that makes a tuple chooses the dtypes of its elements.
             self.element_of[node.name] = str(node.args[0])
         single = isinstance(node.meta.get("val"), torch.Tensor)
         traced = (outputs or inputs)[0].device.type if outputs or inputs else "cpu"
@@ -280,6 +288,7 @@ class _Walk:
             modules=module_paths(node),
             source=source_line(node),
             device=device,
+            # CUDA's kernels take all operands in one dtype, under autocast too.
             keeps_state=device == "cpu" and keeps_state(node, self.low),
             chain=node.meta.get(KERNEL),
             typed_as=self.typed_as.get(node.name, ""),
@@ -295,6 +304,8 @@ class _Walk:
         if node.op in ("placeholder", "get_attr"):
             return (), inputs, 0
         for name, value in named_arguments(node):
+            # `all_input_nodes` would give a repeated operand once; each use has a mode
+            # of its own.
             leaves: list[fx.Node] = []
             fx.node.map_arg(value, leaves.append)
             for leaf in leaves:
@@ -314,6 +325,8 @@ class _Walk:
             for tensor in tensors_of(value.meta.get("val")):
                 storage = compat.storage_id(tensor)
                 self.writes[storage] += 1
+                # The result of an in-place call has the storage that is written to, and
+                # so ties both to one dtype. No result shows these writes.
                 if opaque or self.nodes[node.name].storage != storage:
                     self.opaque_writes.add(storage)
 
@@ -324,6 +337,8 @@ _TYPED = re.compile(r"\bdtype\s*=\s*([A-Za-z_]\w*)\.dtype\b")
 def typed_as(gm: fx.GraphModule) -> Mapping[str, str]:
     """Each new tensor made in the dtype of a value, by name, to the value's name."""
     found: dict[str, str] = {}
+    # At capture `x.dtype` is fp32, and the graph holds that constant and no `x`: the
+    # line of source is all that tells which value was meant.
     order = {node: at for at, node in enumerate(gm.graph.nodes)}
     for node in gm.graph.nodes:
         name = _asked(node)
@@ -331,6 +346,7 @@ def typed_as(gm: fx.GraphModule) -> Mapping[str, str]:
             continue
         values = {_beside(node, reader, name) for reader in _readers(node)}
         value = values.pop() if len(values) == 1 else None
+        # The line has read the dtype of a value that was there already.
         if value is not None and order[value] < order[node]:
             found[node.name] = value.name
     return found
@@ -352,6 +368,8 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
     """The calls that read a new tensor, after all that writes to it in place."""
     for user in node.users:
         target = user.target
+        # `torch.empty(...).bernoulli_(p)`: the model goes on with the result of the
+        # draw.
         in_place = isinstance(target, compat.OpOverload) and is_inplace(target)
         if in_place and user.args[0] is node and user.all_input_nodes == [node]:
             yield from _readers(user)
@@ -383,6 +401,7 @@ def _function(node: fx.Node) -> str:
         for line in (node.stack_trace or "").splitlines()
         if line.strip().startswith("File ")
     ]
+    # Without the number, since two lines of one function are compared.
     return re.sub(r", line \d+,", "", frames[-1]) if frames else ""
 
 
@@ -423,6 +442,9 @@ def read_wide(node: fx.Node, low: torch.dtype) -> set[str]:
     # Of each layer and direction: w_ih, w_hh, b_ih, b_hh and the projection's weight.
     group = (4 if argument(node, "has_biases") else 2) + projected
     for at, weight in enumerate(params):
+        # w_hh and b_hh are read at each step, w_ih and b_ih once for all steps.
+        # Autocast keeps the casts of leaves, and so casts a computed weight at each
+        # step.
         of_projection = projected and (at + 1) % group == 0
         at_each_step = at % group % 2 == 1
         if of_projection or (at_each_step and weight.op == "call_function"):

@@ -169,6 +169,8 @@ class Meshes:
             gathers=gathers,
         )
         proxy = compat.recorded_proxy(result)
+        # Outside a trace (in a checkpointed region that is run for its results) there
+        # is no node to note the call on.
         if proxy is not None:
             compat.proxy_node(proxy).meta[MESH_CALL] = call
         return result

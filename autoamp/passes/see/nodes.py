@@ -69,10 +69,7 @@ def argument(node: fx.Node, name: str, default: Any = None) -> Any:
 
 
 def source_line(node: fx.Node) -> str:
-    """`model.py:12: x = self.fc(x)`: the user's innermost line that made `node`.
-
-    A mode of the process, a default device say, calls each op from a line of its own.
-    """
+    """`model.py:12: x = self.fc(x)`: the user's innermost line that made `node`."""
     return _innermost_line(node.stack_trace or "")
 
 
@@ -80,8 +77,11 @@ def source_line(node: fx.Node) -> str:
 def _innermost_line(trace: str) -> str:
     lines = [s.strip() for s in trace.splitlines() if s.strip()]
     for where, code in zip(reversed(lines[:-1]), reversed(lines[1:]), strict=False):
+        # A mode of the process, a default device say, calls each op from a line of its
+        # own.
         if where.endswith(" in __torch_function__"):
             continue
+        # From Python 3.11 on a line of carets may underline the failing code.
         if where.startswith("File ") and not set(code) <= {"^", "~"}:
             path, line = where.split('"')[1], where.split("line ")[1].split(",")[0]
             return f"{path}:{line}: {code}"
@@ -139,5 +139,6 @@ def read_operands(node: fx.Node) -> list[fx.Node]:
     unread = set(overwritten_arguments(node.target))
     given = dict(named_arguments(node))
     if not any(given.get(flag) is False for flag in ("training", "use_input_stats")):
+        # Outside training a norm computes with its running statistics.
         unread.update(set(STATISTICS) & set(mutated_arguments(node.target)))
     return operands_in(node, given.keys() - unread)

@@ -92,6 +92,8 @@ def normalise(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Normalised:
             lowered = _trace(gm, fakes, mode, op_cache)
             _restore_placeholders(lowered, gm, fakes, example_inputs)
             return Normalised(lowered, fakes, mode)
+    # Dynamo's own mode if there is one: its symbolic sizes belong to it, and torch
+    # refuses an op on fake tensors of two modes.
     mode = compat.current_fake_mode(example_inputs) or compat.new_fake_mode()
     whole = whole_inputs(gm, example_inputs, mode) if meshed else example_inputs
     fakes = tuple(compat.fake_inputs(whole, mode))
@@ -139,6 +141,7 @@ def _trace(
             return lowering.run(*values[len(named) :])
 
     try:
+        # A trace tells tensors apart by identity: tied weights would become one input.
         inputs = compat.told_apart([*fake_named.values(), *fakes])
         if op_cache is None:
             traced = compat.trace_pre_dispatch(run, inputs, mode)
@@ -223,6 +226,8 @@ def _refuses_backward(node: fx.Node, mode: compat.FakeTensorMode) -> bool:
 def _detach_operands(graph: fx.Graph, node: fx.Node) -> None:
     for operand in node.all_input_nodes:
         with graph.inserting_before(node):
+            # A detached operand keeps the op out of the backward, as its call below
+            # autograd does in the model.
             apart = graph.call_function(torch.ops.aten.detach.default, (operand,))
         apart.meta = dict(node.meta)
         with torch.no_grad():
@@ -234,6 +239,7 @@ def _placeholders_to_attributes(
     traced: fx.GraphModule, named: dict[str, torch.Tensor]
 ) -> None:
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    # The inputs of the caller follow behind these placeholders.
     for (name, value), node in zip(named.items(), placeholders, strict=False):
         _assign(traced, name, value)
         with traced.graph.inserting_before(node):
@@ -273,6 +279,7 @@ def _restore_placeholders(
     after = [n for n in lowered.graph.nodes if n.op == "placeholder"]
     every = zip(before, after, fakes, sources, given, strict=True)
     for old, new, fake, source, real in every:
+        # A number of the caller's would be another one at the next call.
         if _OWN.match(source):
             new.meta[NUMBER] = compat.held_number(real)
         path = old.meta.get("autoamp_path") or compat.module_path(source)
@@ -320,6 +327,7 @@ def _spans(graph: fx.Graph) -> list[list[fx.Node]]:
             if depth == 0:
                 spans.append([])
             depth += 1
+        # Inputs and attributes stay outside, and become operands of the call.
         if depth and node.op not in _OUTSIDE:
             spans[-1].append(node)
         if node.target in compat.TRANSFORM_EXITS:
@@ -347,6 +355,7 @@ def _call(
 
     target = graph.get_attr(name)
     call = graph.call_function(compat.WRAP, (target, *(values[o] for o in operands)))
+    # That value is of the first call inside, not of the whole.
     call.meta = {k: v for k, v in span[0].meta.items() if k != "example_value"}
     for index, node in enumerate(results):
         values[node] = graph.call_function(operator.getitem, (call, index))

@@ -287,6 +287,7 @@ class OpCache:
         if isinstance(value, torch.Tensor):
             return self._frozen_tensor(value, operands, any_shape)
         if isinstance(value, slice):
+            # Slices have no hash before Python 3.12.
             parts: Any = value.start, value.stop, value.step
         elif isinstance(value, dict):
             parts = (*value, *value.values())
@@ -296,9 +297,11 @@ class OpCache:
             each = [self._frozen(v, env, operands, any_shape) for v in parts]
             return type(value), tuple(each)
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            # A comparison of symbolic sizes would put a guard on them.
             raise TypeError
         # 0.0 and -0.0 compare equal, but they are different numbers.
         kept: Hashable = repr(value) if isinstance(value, float | complex) else value
+        # 1, 1.0 and True are equal too, and may come to different ops.
         return type(value), kept
 
     def _frozen_tensor(
@@ -328,6 +331,7 @@ class OpCache:
         if not self._is_dynamos(result):
             return None
         if op_call.returned is None:
+            # The tensor stands for an earlier node of the trace already.
             if compat.recorded_proxy(result) is not None:
                 return None
         elif call.operands[op_call.returned] is not result:
@@ -350,6 +354,7 @@ class OpCache:
             for part in results
         ):
             return None
+        # One tensor can stand for one node only.
         if len(results) != len({id(part) for part in results}):
             return None
         whole = recorded(op_call, call, node)
@@ -378,6 +383,7 @@ class OpCache:
             heard = compat.op_heard(make, example)
         if heard is not None and self._gives(node, heard, example):
             op_call = op_call_of(call, heard, example)
+        # None as well: a call that is not simple is not tried again.
         self._known[call.key] = op_call
 
     def _gives(self, node: fx.Node, heard: compat.Heard, example: Any) -> bool:
@@ -418,6 +424,8 @@ class OpCache:
                 continue
             if self._stands_for(own, other):
                 replaced.append((own, other))
+            # All results become tensors of Dynamo's or none does: views among them
+            # would no longer share memory.
             elif compat.storage_id(own) not in memory:
                 return result
         if not self._replace(replaced, memory, made):
@@ -517,6 +525,7 @@ def op_cache_for(gm: fx.GraphModule, given: Sequence[Any]) -> OpCache | None:
     if not inputs or not all(compat.is_plain_fake(v) for v in inputs):
         return None
     modes = {id(v.fake_mode) for v in inputs}
+    # A trace would take two inputs with one tensor for one input.
     shared = len({id(v) for v in inputs}) < len(inputs)
     if len(modes) > 1 or shared or any(map(_is_beyond_us, nodes)):
         return None
@@ -537,6 +546,7 @@ def _is_beyond_us(node: fx.Node) -> bool:
 
 def _is_like(value: torch.Tensor, given: Any) -> bool:
     """Whether Dynamo's tensor for an input is like the value given for the input."""
+    # Sparse tensors have no strides to compare.
     if not isinstance(given, torch.Tensor) or given.layout != torch.strided:
         return False
     return description(given) == description(value)

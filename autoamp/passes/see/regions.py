@@ -63,6 +63,7 @@ class Regions:
         if not self._inside:
             return None
         region = self._inside[-1][1]
+        # `torch.autocast(device, dtype)` is on.
         return bool(region[2]) if len(region) > 2 else True
 
     def entered(self) -> contextlib.AbstractContextManager[Any]:
@@ -165,6 +166,7 @@ def written_input(lowered: fx.GraphModule) -> str | None:
 def _written(node: fx.Node) -> list[fx.Node]:
     if not isinstance(node.target, compat.OpOverload):
         return []
+    # `see/nodes.py`, which names arguments, imports this module.
     names = [a.name for a in compat.schema(node.target).arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     trains = given.get("training", given.get("use_input_stats", True))

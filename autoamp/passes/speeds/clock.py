@@ -80,6 +80,7 @@ def seconds_of(
     call: Callable[[], object], device: torch.device, times: int = 1
 ) -> float:
     """Wall-clock seconds of one of `times` calls, until the device is done."""
+    # Work that is queued already would count as the call's.
     finish(device)
     start = time.perf_counter()
     for _ in range(times):
@@ -97,6 +98,7 @@ def least_seconds(call: Callable[[], object], device: torch.device) -> float:
     call()
     begun = time.perf_counter()
     best = seconds_of(call, device)
+    # A short call may read as 0 s.
     times = max(1, round(_BATCH / max(best, 1e-7)))
     for _ in range(_BATCHES):
         best = min(best, seconds_of(call, device, times))

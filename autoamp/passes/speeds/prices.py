@@ -50,9 +50,12 @@ class Operand:
     def made(self, device: torch.device) -> torch.Tensor:
         """A tensor with this shape, strides and dtype."""
         last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        # Strides may leave gaps or show one number twice; memory to the last element
+        # does.
         size = 1 + last if all(self.shape) else 0
         flat = torch.zeros(size, dtype=torch.float32, device=device)
         if self.dtype.is_floating_point or self.dtype.is_complex:
+            # Away from 0: logarithms, roots and quotients of these are finite.
             flat.uniform_(0.5, 1.5)
         tensor = flat.to(self.dtype).as_strided(self.shape, self.strides)
         return tensor.requires_grad_(self.grad)
@@ -253,6 +256,7 @@ class MeasuredPrices:
         self.remembered += len(new) - len(missing)
         found = {}
         own = [device] if kind_of(device).is_asynchronous else []
+        # Operands and random ops draw numbers, and the user's generators must not move.
         forked = torch.random.fork_rng(own, device_type=device.type)
         with forked, compat.on_real_numbers():
             for key, specimen in told(missing.items(), "measuring ops and casts"):
@@ -284,6 +288,7 @@ def _replaced(roofline: Prices, found: Mapping[tuple[str, str], float]) -> Price
         known = found.get((side, name))
         if known is None:
             logs = off[side]
+            # The geometric mean, since a roofline is wrong by a factor.
             known = before * math.exp(sum(logs) / len(logs)) if logs else before
         return max(1, round(known))
 

@@ -141,14 +141,19 @@ def _products(
     name, small = short_name(dtype), filled(_SMALL, _SMALL)
     start = f"{name} start of a product"
     yield Probe(start, lambda: functional.linear(small, small), times=20)
+    # Of one weight the cache would hold every byte, and the product would seem faster
+    # than it is in a model.
     held = [filled(*shapes.weight) for _ in range(shapes.weights)]
     for rows in ROWS:
         x, turns = filled(rows, shapes.weight[1]), itertools.cycle(held)
 
+        # Defaults, since the loop goes on before the probe is called.
         def product(x: torch.Tensor = x, turns: Any = turns) -> torch.Tensor:
             return functional.linear(x, next(turns))
 
         flops = 2 * rows * math.prod(shapes.weight)
+        # A call that is about as short as a tick of the clock is read several times
+        # over.
         times = 4 if rows <= ROWS[1] else 1
         yield Probe(f"{name} product of {rows} rows", product, flops, times)
     positions = 2 * shapes.image[0] * math.prod(shapes.image[2:])

@@ -88,8 +88,10 @@ def device_for(device: torch.device, low: torch.dtype, *, calibrate: bool) -> De
     table = device_of(device, low)
     if is_off() or not (calibrate and table.pays and is_here(device.type)):
         return table
+    # Waiting for a device is an error while a CUDA graph is captured.
     if compat.is_capturing(device):
         return table
+    # Ranks that start later have figures to agree on, whatever this process has found.
     key = described(device), low, compat.are_several()
     with _measuring:
         if key not in _known:
@@ -175,6 +177,7 @@ def _kept_or_measured(
         store.path,
         advice("calibrate", False, by_variables=True),
     )
+    # As stored: where two processes have measured at once, the first counts.
     return dict(store.known[dtype])
 
 
@@ -196,6 +199,8 @@ def _shared(device: torch.device, low: torch.dtype) -> Times | str:
     try:
         if torch.distributed.get_rank() == 0 or not _is_set(store, key):
             said = json.dumps(_kept_or_measured(device, low))
+            # `add` is atomic: of several ranks that waited in vain, one sets the
+            # figures.
             if store.add(f"{key}/turns", 1) == 1:
                 store.set(key, said)
         store.wait([key], timedelta(seconds=_PATIENCE))
@@ -246,6 +251,7 @@ def measured(
                 if number < _FEWEST and time.perf_counter() - begun > seconds:
                     raise NoTimeError
             now = time.perf_counter()
+            # Another round as long as this one would not end in time.
             if number >= _FEWEST and 2 * now - started - begun > seconds:
                 break
     for each in readings.values():

@@ -70,6 +70,8 @@ class Store:
     def __init__(
         self, description: str, is_sane: Callable[[str, Any], bool] = is_time
     ) -> None:
+        # The words are for a person who looks in the folder; the digest makes them
+        # unique.
         words = re.sub(r"[^a-z0-9]+", "-", description.lower()).strip("-")[:60]
         digest = hashlib.sha256(description.encode()).hexdigest()[:12]
         self.path = _folder() / f"{words}-{digest}.jsonl"
@@ -92,6 +94,8 @@ class Store:
                 logging.WARNING,
                 f"autoamp: measured times cannot be stored on disk: {error}",
             )
+        # The disk goes first, so that all processes price alike; without one `found`
+        # stays.
         self.known = {**found, **self.known, **self._read()}
 
     def _read(self) -> dict[str, Any]:
