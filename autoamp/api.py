@@ -420,6 +420,8 @@ def _convert(
 ) -> None:
     """Converts the model and takes its optimizers, both or neither."""
     fresh = conversion_of(model) is None
+    # The boundaries come first: an optimizer that was loaded with a state that does not
+    # fit raises before anything of the model is changed.
     with attached(optimizers) as boundaries:
         masters = bool(optimizers) and options.masters != "off"
         convert_model(model, options, example_inputs, masters=masters)
@@ -456,6 +458,8 @@ def _checked_optimizers(optimizer: Any, model: Any) -> list[torch.optim.Optimize
     given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     for each in given:
         name = type(each).__name__
+        # The optimizer of an engine may be no `torch.optim.Optimizer`: the reason comes
+        # before the type.
         engine = foreign.optimizer_left(each)
         if engine:
             raise OptionError(f"optimizer={name} cannot be taken. {engine}")
@@ -467,6 +471,7 @@ def _checked_optimizers(optimizer: Any, model: Any) -> list[torch.optim.Optimize
             )
         if not isinstance(model, nn.Module):
             continue  # convert_model raises the error
+        # By id, since `==` of two tensors compares their elements.
         ids = {id(p) for p in model.parameters()}
         if not any(id(p) in ids for p in params_of(each)):
             raise OptionError(

@@ -116,6 +116,8 @@ class AutomaticMode:
         self.recorder = Recorder(settings.report_dir) if settings.report_dir else None
         self.on_capture = self.recorder.write if self.recorder is not None else None
         self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+        # By id, because a module may have no hash; the reference tells whether the id
+        # has been given to another module since.
         self._known: dict[int, _Known] = {}
         self._waiting = WeakIdKeyDictionary()
         self._lock = threading.RLock()
@@ -141,6 +143,8 @@ class AutomaticMode:
                 tell_of_own_autocast(module)
                 original = _in_fp32(original)
             else:
+                # A model that is hot in training is captured for inference only once it
+                # is hot there, too.
                 mode = mode_of(module)
                 if mode not in known.modes:
                     fp32 = _in_fp32(original)
@@ -157,6 +161,7 @@ class AutomaticMode:
 
         The rewritten graphs of compiled functions are not called any more.
         """
+        # Compiled functions ask this at each call: their rewritten graphs stop here.
         self.on = False
         if self.recorder is not None:
             self.recorder.finish()

@@ -140,6 +140,7 @@ def _put(path: Path, text: str) -> None:
     try:
         # The name of a class or an op may be no valid text.
         draft.write_text(text, encoding="utf-8", errors="backslashreplace")
+        # A reader, or a kill, finds the old file or the new one, and no half of one.
         os.replace(draft, path)
     except OSError:
         draft.unlink(missing_ok=True)

@@ -257,6 +257,8 @@ def enable(
     if chosen.record is not None:
         recorded_to(chosen.record)
     if chosen.keep:
+        # A pattern need not fit the first model of a process: what has fitted none is
+        # told at the end.
         chosen = dataclasses.replace(chosen, unmet=set(chosen.keep))
     _start(Settings(chosen, folder, hot), Heat())
 
@@ -348,6 +350,7 @@ def _start(
             _patches.append(Patch(nn.Module, "__call__", _watching, call))
             _patches.append(Patch(torch, "compile", compiling, compile_))
             _patches.append(Patch(*compat.TOTAL_NORM, tolerating))
+            # `clip_grad_norm_` calls the private name, and scripts the public one.
             if hasattr(torch.nn.utils, "get_total_norm"):
                 _patches.append(Patch(torch.nn.utils, "get_total_norm", tolerating))
             _patches.append(Patch(torch.amp.GradScaler, "unscale_", unscaling))

@@ -280,6 +280,7 @@ def _capture(module: nn.Module, state: Conversion, root: nn.Module) -> None:
         if not path or state.call is None or STATE in module.__dict__:
             return
         child = install(module)
+        # The paths of modules, and so `keep=` and the report, begin at the root.
         child.root = root
         of_class = child.previous is None
         child.call = state.call.of_child(path, type(module), of_class=of_class)

@@ -61,10 +61,14 @@ class GraphBackend:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """The callable to run instead of `gm`."""
+        # A step that the user compiles must not be rounded: small updates would vanish
+        # in a low-precision sum.
         if updates_weights(gm):
             logger.debug("autoamp: %s updates weights: it is not changed", self.label)
             return compat.compile_with(self.options.backend, gm, example_inputs)
         with self._lock:
+            # Whether to convert is decided for the function, not for each of its
+            # graphs, which share one loss scale.
             if not self._asked:
                 self.engine, self._asked = self._made(example_inputs), True
         own_autocast = compat.any_autocast()
@@ -122,6 +126,8 @@ def autoamp_backend(
     given = {"backend": "inductor", **(options or {})}
     chosen = Options().replace(**given)
     try:
+        # Dynamo calls this function anew for each graph: the table holds the engine,
+        # and with it the loss scale, between the calls.
         known = _BACKENDS.setdefault(chosen, GraphBackend(chosen))
     except TypeError:  # an option has no hash, such as a loss scale of the user's
         known = GraphBackend(chosen)

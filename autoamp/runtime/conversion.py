@@ -230,6 +230,7 @@ def install(model: nn.Module) -> Conversion:
     own = model.__dict__
     replaced = {name: own[name] for name in ("forward", *OUR_ATTRIBUTES) if name in own}
     bound = types.MethodType(make_forward(type(model), replaced.get("forward")), model)
+    # A method that stands on the instance was put there by other code, and stays.
     methods = [name for name in computing_methods(model) if name not in own]
     state = Conversion(None, replaced, bound, methods=tuple(methods))
     own[STATE] = state
@@ -255,6 +256,7 @@ def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
     state = self.__dict__[STATE]
     bound = state.bound
     if bound is not None and self.__dict__.get("forward") == bound:
+        # Bound to the original it would run the weights of device 0 on each device.
         replica.__dict__["forward"] = types.MethodType(bound.__func__, replica)
     for name in own_methods(self.__dict__, state):
         method = self.__dict__[name].__func__
@@ -372,5 +374,6 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
 def __prepare_scriptable__(self: nn.Module) -> nn.Module:  # noqa: N807
     """The module for `torch.jit.script`: the model's own code on the same weights."""
     plain = type(self).__new__(type(self))
+    # `torch.jit.script` would compile the `forward` on the instance, which is ours.
     plain.__dict__.update(without_ours(self.__dict__, self))
     return plain

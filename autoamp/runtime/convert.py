@@ -134,6 +134,7 @@ def decide(model: nn.Module, options: Options, *, masters: bool = False) -> Deci
     """
     model = inside_wrappers(model)
     reason = unsupported(model)
+    # This is a search through all objects of the process, and comes last.
     if not reason and (engine := foreign.left_to_outer(model)):
         reason = f"{class_name(model)} cannot be converted. {engine}"
     if reason:
@@ -149,6 +150,7 @@ def decide(model: nn.Module, options: Options, *, masters: bool = False) -> Deci
         low, why_not, options = own, "", _runs_as_it_is(options, label)
     if problem := check_model(options.locked, label, why_not):
         tell_of_model(problem, strict=options.strict)
+        # The message has been given: no graph is compared with a lock of another model.
         options = options.replace(lock=None)
     notes: tuple[Skipped, ...] = ()
     if own is not None:
@@ -188,6 +190,8 @@ def _install(
 ) -> None:
     """Has the calls of the model run under `engine`; changes nothing if it raises."""
     model = decided.model
+    # Before any graph is captured: a graph's copies are kept only of memory that torch
+    # can watch.
     own_loaded_weights(model)
     state, fresh = _state_of(model)
     before, kind = state.call, Entry if engine.writer is None else RecordedEntry
@@ -198,6 +202,7 @@ def _install(
             capture_now(model, example_inputs)
         except BaseException:
             state.call = before
+            # A model that was converted before keeps that conversion.
             if fresh:
                 revert_model(model)
             raise
@@ -276,6 +281,7 @@ def convert_again(scaling: ModelScaling, remedy: Remedy) -> None:
     The loss scale, the optimizers and the reasons for skipped steps are kept.  An old
     graph lives until the last backward through it has run.
     """
+    # The ranks compare what is captured: old graphs are not run any more.
     scaling.ledger.captured.clear()
     renewed: dict[Engine, Engine] = {}
     for state in list(CONVERSIONS):

@@ -212,6 +212,7 @@ def choose_graph_precision(
     if low is not None:
         return low
     tensors = [*gm.parameters(), *(t for t in example_inputs if torch.is_tensor(t))]
+    # Sizes and scalar inputs may be on a CPU beside a GPU's tensors: the GPU computes.
     kinds = [kind_of(t.device) for t in tensors]
     return next((k for k in kinds if k.is_asynchronous), KINDS["cpu"]).usual_dtype
 

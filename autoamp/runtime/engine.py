@@ -132,9 +132,13 @@ class Engine:
         low, scaling = self.record.low, self.record.scaling
         if self._switched_off:
             return self._as_it_is(gm, example_inputs, _SWITCHED_OFF)
+        # The passes run code of the model, on fake tensors and on real ones: it must
+        # neither change a mode of the script nor draw from its generators.
         modes, drawn = compat.Modes(), compat.Generators()
         own_autocast = compat.any_autocast()  # a region entered inside this call
         try:
+            # An autocast region would cast inside the trace; the hooks of a checkpoint
+            # round the call count saved tensors, and would count those of the trace.
             with compat.autocast_off(), compat.saved_tensors_hooks_off():
                 on = Setting(
                     device=self.device,
@@ -146,12 +150,15 @@ class Engine:
                     gm, example_inputs, options, low, scaled=scaling.enabled, setting=on
                 )
                 found = replace(found, own_autocast=own_autocast)
+                # A kernel may give another dtype than its fake: only a run shows it.
                 if options.backend == "eager" and _runs_low(found):
                     hold_first_run(found, options, self.record.note)
                 self.bind(found, example_inputs)
             return found
         except Exception as error:
             if options.strict:
+                # Dynamo wraps what a backend raises; `Entry._run` raises this one
+                # itself.
                 self.local.error = self._strict_error(error)
                 raise self.local.error from error
             problem = compat.said_in_a_line(error)
@@ -170,6 +177,8 @@ class Engine:
         finally:
             modes.restore()
             drawn.restore()
+            # Fake modes hold weak references to the weights, and `swap_tensors` refuses
+            # a tensor that has one.
             compat.forget_inputs(gm)
 
     def runs_code(self) -> bool:
@@ -262,6 +271,7 @@ class Engine:
             inputs: this model's inputs of the capture, or of a call.
         """
         with self._binding:
+            # Two threads must not make two sets of weight copies for one graph.
             if prepared not in self.bound:
                 self.bound[prepared] = self._bind(prepared, inputs)
         return self.bound[prepared]
@@ -286,6 +296,7 @@ class Engine:
         if prepared.rewritten is None:
             chosen = counting_runs(self.local, prepared.run)
         elif prepared.edge.devices:
+            # Compiled code has no nodes between which gradients could be measured.
             is_scaled = needs_loss_scale(low) and self.runs_as_is
             watches = is_scaled and runs_every_op(captured.gm)
             chosen = scaled(self.local, scaling, captured, inputs, watches=watches)
@@ -324,6 +335,7 @@ class Engine:
         """
 
         def look(_: torch.Tensor) -> None:
+            # Inside a backward gradients are on only where it has `create_graph=True`.
             if torch.is_grad_enabled() and not self.differentiated_twice:
                 self.differentiated_twice = True
                 logger.warning(

@@ -71,6 +71,8 @@ class Hooks:
             return True  # Dynamo never guards hooks on all modules
         if self.guarded:
             return False
+        # A look at every module of the model at each call would cost more than the
+        # call: it is made only where somebody has registered a hook since.
         added = compat.hooks_of_others()
         known = self._unhooked.get(id(model))
         if known is not None and known[1] == added and known[0]() is model:
@@ -196,6 +198,8 @@ class Entry:
             return self.plain(model, *args, **kwargs)
         if compat.transforms_active():
             held = *nn.Module.parameters(model), *nn.Module.buffers(model)
+            # `vmap` of `torch.autograd.grad` is active while a backward computes a
+            # checkpoint again, whose values no transform has wrapped.
             region = compat.past_transforms((args, kwargs, held))
             if region is None:
                 return self._in_region(model, args, kwargs)
@@ -204,6 +208,8 @@ class Entry:
         if self._by_autocast or self._is_bounded(model):
             return self._in_region(model, args, kwargs)
         if compat.any_autocast():
+            # Our graphs hold their own casts.  The script's region would cast once more
+            # inside them, and a half input would be captured as another graph.
             args, kwargs = all_widened(args, kwargs)
             with compat.autocast_off():
                 return self._in_turn(model, args, kwargs)
@@ -224,6 +230,8 @@ class Entry:
                 self.engine.record.calls += 1
                 return self._as_written(model, *args, **kwargs)
         with self._lock:
+            # Without the lock, eight threads at a first call made eight captures of one
+            # graph: all that Dynamo makes of a function before its recompile limit.
             program = self.program or self._joined(model, args, kwargs)
             self._bound(model)
             if self._by_autocast or self._is_bounded(model):
@@ -231,6 +239,8 @@ class Entry:
             if mode in program.captured_modes:
                 result = self._run(model, args, kwargs)
             else:
+                # A call in which Dynamo fails is made again, and draws the same
+                # numbers.
                 drawn = compat.Generators()
                 with signs_of_life(
                     functools.partial(tell_progress, self.engine.record)
@@ -282,6 +292,8 @@ class Entry:
         try:
             result = program(model, *args, **kwargs)
         except Exception as caught:
+            # Code that raises while Dynamo runs it may leave grad mode, autocast or
+            # Dynamo's own callback as they were inside.
             modes.restore()
             if local.error is not None:  # our own error, which Dynamo has wrapped
                 error, local.error = local.error, None
@@ -374,6 +386,8 @@ class Entry:
         engine.record.note(instead + why)
         if self._is_python:
             return self._as_written(model, *args, **kwargs)
+        # Nothing scales the loss in such a region: where gradients are recorded it is
+        # bf16, whose range is that of fp32.
         low, cached = unscaled_dtype(engine.record.low), bool(self._left_to_autocast)
         with contextlib.ExitStack() as around:
             if is_transformed:
@@ -474,6 +488,7 @@ class Entry:
         engine.record.aside += 1
         said = _why_no_graph(self.name, self.program, self.has_many)
         if program is not None:
+            # Another model that joined would run the code that Dynamo has given up.
             program.stepped_aside = True
         if hidden:
             self._start_afresh()
@@ -545,6 +560,8 @@ class Entry:
         own = not (self.of_class and isinstance(function, types.FunctionType))
         if own or not self.engine.shares_graphs:
             return None
+        # Weak references compare equal while their classes are the same, and the table
+        # of programs keeps no class alive.
         return self.name, weakref.ref(self.owner), weakref.ref(function)
 
     def _start_afresh(self) -> None:
@@ -726,6 +743,7 @@ class _Rest:
         if self._left:
             self._left -= 1
             return False
+        # Looks become rarer, so that small calls cost nothing in the long run.
         self._left = self._since = min(2 * self._since + 1, _LONGEST)
         return _elements((args, kwargs)) >= _LARGER * max(self._size, 1)
 

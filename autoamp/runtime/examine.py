@@ -101,6 +101,8 @@ def options_for(
 
 def twin_of(model: nn.Module) -> nn.Module:
     """A module of the same class with the same children, weights and attributes."""
+    # Neither the constructor nor a copy: the twin has the same weights, in the same
+    # memory.
     twin = type(model).__new__(type(model))
     twin.__dict__.update(without_ours(model.__dict__, model))
     return twin
@@ -127,6 +129,7 @@ def examined(
     twin = twin_of(model)
     state = install(twin)
     label = class_name(model)
+    # A scaling of its own: a question moves no loss scale of the model.
     scaling = new_scaling(options, resolve_loss_scale(options.loss_scale, low), label)
     try:
         record = Record(label, low, scaling)

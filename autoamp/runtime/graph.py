@@ -163,6 +163,8 @@ def scaled(
         origin = origins.of(args)
         tensors, leaves = origin.leaves(args)
         extra = inputs_of_run(scaling, edge.devices, tensors)
+        # Each run has flags of its own: two forwards may be alive at once, and their
+        # backwards come in any order.
         graph_run = GraphRun(scaling, origin, leaves, extra)
         copies = () if fresh is None else fresh([args[i] for i in slots])
         if watches and (scaling.skip_watch.watching or scaling.wants_size):
@@ -175,6 +177,8 @@ def scaled(
         else:
             results = prepared.run(*args, *copies, *extra)
         watch(graph_run, results, tensors)
+        # A backward may begin at an input that the graph has written to, and reach none
+        # of its results.
         if edge.written:
             watch(graph_run, [args[i] for i in edge.written], tensors)
         return results
@@ -187,6 +191,7 @@ def undone(
 ) -> Callable[..., Any]:
     """`call`, whose writes to buffers a skipped step undoes."""
 
+    # A call that records no gradients leads to no step.
     def call_undone(*args: Any) -> Any:
         if not torch.is_grad_enabled():
             return call(*args)
@@ -195,6 +200,7 @@ def undone(
         try:
             return call(*args)
         finally:
+            # A graph that raises may have written to some of its buffers.
             ledger.buffers.note(buffers)
 
     return call_undone
@@ -241,11 +247,15 @@ def autocast_for(
         cached: whether all uses of a weight share a cast, as is autocast's default.
             Without, each use has its own cast, so a weight's gradient sums in fp32.
     """
+    # The function of `nn.Module` is called, since a class may have `parameters` of its
+    # own.
     own = next(nn.Module.parameters(model), None)
     device = "meta" if own is None else own.device.type
     if device == "meta":  # its weights are arguments
         given = (v for v in pytree.tree_leaves(args) if isinstance(v, torch.Tensor))
         device = next((value.device.type for value in given), "cpu")
+    # One shared cast would sum a weight's gradient in the low dtype: the sum of 1,000
+    # uses, each with gradient 1, is 256 in bf16.
     return torch.autocast(device_type=device, dtype=low, cache_enabled=cached)
 
 
@@ -256,6 +266,8 @@ def fp32_results(result: Any, low: torch.dtype) -> Any:
     """
 
     def widen(value: Any) -> Any:
+        # A caller that was traced with fp32 fails on a low result: "mat1 and mat2 must
+        # have the same dtype, but got BFloat16 and Float".
         if isinstance(value, torch.Tensor) and value.dtype == low:
             return value.to(torch.float32)
         return value
@@ -295,6 +307,7 @@ def autocast_region(gm: fx.GraphModule, low: torch.dtype) -> torch.autocast:
 
 
 def _is_wide(result: Any) -> bool:
+    # Dynamo's fake tensor has the dtype from before any rewrite.
     value = result.meta.get("example_value") if isinstance(result, fx.Node) else None
     return isinstance(value, torch.Tensor) and value.dtype == torch.float32
 

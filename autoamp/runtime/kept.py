@@ -95,6 +95,8 @@ class Kept:
     def _remember(self, value: Any) -> Iterable[Any]:
         """Saves the contents of one object; returns the objects that it leads to."""
         if isinstance(value, Tensor):
+            # Forwards write to buffers and tensors of their own, and hardly to
+            # parameters, whose copies would double a model's memory.
             if not isinstance(value, nn.Parameter) or self._weights:
                 self._restores.append(_tensor(value))
             return ()
@@ -107,6 +109,7 @@ class Kept:
         found: list[Any] = []
         if isinstance(value, dict):
             self._restores.append(_dict(value))
+            # A class such as ModelOutput may have a `values` of its own.
             found += dict.values(value)
         elif isinstance(value, list | deque | set):
             self._restores.append(_collection(value))
@@ -138,6 +141,8 @@ def _dict(live: dict[Any, Any]) -> Restore:
     base: Any = OrderedDict if isinstance(live, OrderedDict) else dict
 
     def restore() -> None:
+        # What has not changed is not written: a write bumps version counters, and may
+        # call code of a subclass.
         same = [*live] == [*before] and all(
             dict.__getitem__(live, key) is value for key, value in before.items()
         )
@@ -187,6 +192,8 @@ def _tensor(live: Tensor) -> Restore:
             return
         # Outside of inference mode, `inference_mode(False)` turns gradients on.
         with torch.inference_mode(live.is_inference()), torch.no_grad():
+            # A lazy or resized tensor is not refilled by `copy_`, which broadcasts or
+            # raises.
             if live.shape != value.shape:
                 live.data = value
             else:
@@ -205,4 +212,5 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
+    # Bits are compared, since a buffer with a NaN is not equal to itself.
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -84,8 +84,11 @@ def _of_module(
     found: list[Hashable] = [weakref.ref(type(module))]
     for kind in ("_parameters", "_buffers"):
         for name, value in own[kind].items():
+            # A tied weight has the number of its first place, in each model that is
+            # alike.
             number = numbers.setdefault(id(value), len(numbers))
             found.append((name, number, _value(value)))
+    # A hook may hold anything: no key tells whether two of them are alike.
     if any(map(own.get, compat.HOOKS)):
         raise _Unlike
     for name in own:

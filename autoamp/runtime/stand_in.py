@@ -92,6 +92,7 @@ def outcome_of(
         if not loss.requires_grad or not leaves:
             return Outcome(output, loss)
         wide = loss.float()
+        # The scale enters as the gradient of the loss, whose own value stays as it is.
         factor = torch.full_like(wide, scale)
         return Outcome(
             output,
@@ -294,6 +295,7 @@ def relative_error(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     found, wanted = ([*map(compat.own_memory, each)] for each in (found, wanted))
     if [t.shape for t in found] != [t.shape for t in wanted]:
         return math.inf
+    # In fp64 the squares of fp32 numbers neither overflow nor vanish.
     distance = sum(
         float((a.double() - b.double()).square().sum())
         for a, b in zip(found, wanted, strict=True)
