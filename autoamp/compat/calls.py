@@ -1,4 +1,4 @@
-"""Notices that a module is called, at no cost to modules of which nobody wants to know.
+"""Notices calls of watched modules, at no cost to all other modules.
 
 Each call of a module reads its attribute `_compiled_call_impl`, in which
 `Module.compile()` puts compiled code.  While modules are watched, a descriptor of ours

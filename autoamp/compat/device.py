@@ -1,4 +1,4 @@
-"""What this machine computes in: low dtypes of its CPU, TF32, attention on CPUs."""
+"""Capabilities of this machine: low dtypes of its CPU, TF32, attention on CPUs."""
 
 from __future__ import annotations
 

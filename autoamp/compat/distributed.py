@@ -211,7 +211,7 @@ _FSDP = "torch.distributed.fsdp"
 
 
 def uses_fsdp() -> bool:
-    """Whether anybody has imported FSDP, without which no model is sharded."""
+    """Whether FSDP has been imported, without which no model is sharded."""
     return _FSDP in sys.modules
 
 

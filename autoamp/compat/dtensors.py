@@ -1,4 +1,4 @@
-"""DTensors: what a rank holds of them, and the calls that redistribute them."""
+"""DTensors: the local part of a rank, and the calls that redistribute them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FROM_LOCAL = "from_local"
 
 
 def mesh_call(node: fx.Node) -> str:
-    """The name of a call that crosses between DTensors and what ranks hold; else "".
+    """The name of a call that crosses between DTensors and local parts; else "".
 
     Dynamo writes `DTensor.from_local` as a function, the others as methods.
     """
@@ -78,7 +78,7 @@ def share_computed(values: Sequence[Any]) -> float:
 
 
 def traffic(name: str, before: Any, after: Any) -> tuple[bool, bool, bool]:
-    """What ranks send where mesh call `name` makes `after` of `before`.
+    """The communication of mesh call `name`, which makes `after` of `before`.
 
     Whether the forward sends something; whether the backward may, since the gradient of
     a value that every rank holds whole may be a sum over the ranks; and whether the

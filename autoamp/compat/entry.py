@@ -94,17 +94,15 @@ class CompiledEntry:
         return self.is_captured and self._frames.left_nothing
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls the compiled entry; after an error Dynamo looks at its code again.
-
-        Dynamo would leave a frame that raises while it is traced
-        (`if x.isnan().any(): raise`, and bad arguments) to Python from then on, even
-        with good arguments.
-        """
+        """Calls the compiled entry; after an error Dynamo looks at its code again."""
         skipped = self.skipped
         before = len(skipped)
         try:
             result = self._alone(*args, **kwargs)
         except Exception:
+            # Dynamo would leave a frame that raises while it is traced
+            # (`if x.isnan().any(): raise`, and bad arguments) to Python from then on,
+            # even with good arguments.
             for left in skipped[before:]:
                 if not left.at_limit:
                     set_frames_action(left.code, "DEFAULT", "DEFAULT")
@@ -119,18 +117,17 @@ class CompiledEntry:
 
     @root_frame
     def _alone(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls the compiled entry, again where a trace of another thread forbade it.
-
-        The flag of torch.fx that forbids it is one for all threads.  A trace of ours,
-        or of Dynamo's, holds Dynamo's lock: a thread that has the lock and still sees
-        the flag is traced itself, or beside a trace of the user's own.
-        """
+        """Calls the compiled entry; again if a trace in another thread forbade it."""
         while True:
             try:
                 return self._compiled(*args, **kwargs)
             except RuntimeError as error:
                 if _FORBIDDEN not in str(error):
                     raise
+                # The flag of torch.fx that forbids the call is one for all threads.  A
+                # trace of ours, or of Dynamo's, holds Dynamo's lock: a thread that has
+                # the lock and still sees the flag is traced itself, or beside a trace
+                # of the user's own.
                 with lock():
                     if fx_tracing():
                         raise

@@ -69,7 +69,7 @@ def open_package(path: str) -> tuple[Any, Any]:
 
 
 def onnx_program(program: torch.export.ExportedProgram, opset: int | None) -> Any:
-    """What torch's ONNX exporter makes of a program: a `torch.onnx.ONNXProgram`.
+    """A program as torch's ONNX exporter exports it: a `torch.onnx.ONNXProgram`.
 
     The exporter's lines about packages that it does not need are left out.
     """
@@ -88,7 +88,7 @@ def onnx_program(program: torch.export.ExportedProgram, opset: int | None) -> An
 
 
 def classes_of(program: torch.export.ExportedProgram) -> tuple[str, ...]:
-    """The classes in what a program takes and returns that torch does not know alone.
+    """The classes among a program's arguments and results that torch has to import.
 
     Torch's loaders find such a class once the module is imported that registers it.
     """

@@ -1,4 +1,4 @@
-"""Frames that Dynamo meets: what it says of them, and why it leaves one to Python."""
+"""Frames that Dynamo compiles: its messages, and why it leaves one to Python."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Left(NamedTuple):
     at_limit: bool = False  # only for calls that need graphs beyond the recompile limit
     is_said: bool = True  # the reason is one that users should read
     error: str = ""  # the error that Dynamo failed with, in a line
-    changes: str = ""  # what the code changes, so that its own graphs are useless
+    changes: str = ""  # the value the code changes, so that its own graphs are useless
     is_empty: bool = False  # Dynamo followed it to its end and met no tensor op
     is_broken: bool = False  # at a graph break that Dynamo cannot go on from
     broke_at: str = ""  # Dynamo's words for the last graph break
@@ -173,23 +173,16 @@ _LOGGERS = [
 ]
 
 _PAGES = (
-    "Graph break from `Tensor.item()`",
-    "WON'T CONVERT",
-    "failed while attempting to run meta",
-    "fake tensor raised TypeError",
-    "torch._dynamo hit config.",
+    "Graph break from `Tensor.item()`",  # advice, with a page of stack
+    "WON'T CONVERT",  # three pages; the report says which code is left to Python
+    "failed while attempting to run meta",  # eight pages, of an op on fake tensors
+    "fake tensor raised TypeError",  # the model's own code raises the error once more
+    "torch._dynamo hit config.",  # a limit on graphs, which we say ourselves
 )
 
 
 def _is_worth_saying(record: logging.LogRecord) -> bool:
-    """Whether a message of Dynamo is for a user who did not ask for messages.
-
-    Advice against a graph break at `.item()`, with a page of stack, is not, and a limit
-    on graphs is said by ourselves.  Neither is
-    a failure of Dynamo, with three, or of an op on fake tensors, with eight: the report
-    says which code is left to Python, and an error of the model's own (a wrong shape,
-    say) is raised by the model's own code.
-    """
+    """Whether a message of Dynamo is for a user who did not ask for messages."""
     if logging.getLogger(record.name).isEnabledFor(logging.INFO):
         return True  # asked for, by TORCH_LOGS
     return not any(page in str(record.msg) for page in _PAGES)

@@ -38,7 +38,7 @@ _READING = "_post_fusion_custom_pass"
 _KEY = "autoamp cast "
 _ROUNDED = f"{_KEY}rounded"
 _FORM = 1
-"""The form of what is told; another form is another key of inductor's caches."""
+"""The version of these notes, which are part of the keys of inductor's caches."""
 
 
 @dataclass
@@ -102,7 +102,7 @@ def inductor_backend(
 
 @contextlib.contextmanager
 def reading_casts(reading: CastReading | None) -> Iterator[None]:
-    """Fills in `reading` with what the compilation in this region has told.
+    """Fills in `reading` from the compilation in this region.
 
     Inductor keeps its counters with the code in its caches, and counts again when the
     code is taken from there.  So the counters tell of the casts in both cases.

@@ -56,17 +56,15 @@ def layer_left(frame: Any, found: Any) -> bool:
 
 
 def _goes_on(layer: nn.Module, code: Any, forward: Any) -> bool:
-    """Whether `code` comes after a graph break in a recurrent layer's `forward`.
-
-    On a packed sequence there are two graph breaks before the kernel is called.  Other
-    layers have no work left after a graph break (a batch-norm whose momentum is a new
-    number at every step).  A layer that is itself the model runs a copy of its
-    `forward`, with equal code.
-    """
+    """Whether `code` comes after a graph break in a recurrent layer's `forward`."""
+    # Other layers have no work left after a graph break: a batch-norm whose momentum is
+    # a new number at every step.
     if not isinstance(layer, nn.RNNBase):
         return False
+    # A layer that is itself the model runs a copy of its `forward`, with equal code.
     if code == forward:
         return True
+    # On a packed sequence there are two graph breaks before the kernel is called.
     resumes = code.co_name.startswith(f"{_RESUME}_in_{forward.co_name}_at_")
     return bool(resumes and code.co_filename == forward.co_filename)
 

@@ -162,7 +162,7 @@ _NUMBER = re.compile(r"^-?\d+$")
 
 
 def _place(entry: Any, code: types.CodeType, held: dict[str, Any]) -> tuple[str, bool]:
-    """What the guards of an entry fail on, and whether that is a whole number.
+    """The place that the guards of an entry fail on; whether it is a whole number.
 
     The first is "" where they hold, and where they fail on a tensor or a truth value.
     """

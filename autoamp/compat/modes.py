@@ -56,7 +56,7 @@ def on_real_numbers() -> Iterator[None]:
 
 
 class AutocastState(NamedTuple):
-    """What a region of `torch.autocast` comes to on this machine."""
+    """The state that a region of `torch.autocast` sets on this machine."""
 
     device: str
     dtype: torch.dtype
@@ -66,7 +66,7 @@ class AutocastState(NamedTuple):
 def autocast_state(
     device: str, dtype: torch.dtype | None = None, enabled: bool = True
 ) -> AutocastState:
-    """What `torch.autocast(device, dtype, enabled)` comes to: torch may disable it."""
+    """The state that `torch.autocast(device, dtype, enabled)` sets on this machine."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the capture has shown the warnings already
         region = torch.autocast(device, dtype, enabled)

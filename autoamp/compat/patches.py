@@ -1,4 +1,4 @@
-"""What is changed in Dynamo, and nowhere else, while it captures a frame of a model.
+"""The changes to Dynamo, in force only while it captures a frame of a model.
 
 Each change stands for all threads, so that the caller holds Dynamo's lock.
 """
@@ -56,7 +56,7 @@ def dynamo_patched(
 #
 # `region = torch.no_grad()` switches nothing off until `with region:`.  After a break
 # Dynamo makes the object again, by `torch.set_grad_enabled(False)`, which switches
-# gradients off at once (torch 2.13): what the model computes before `with region:` has
+# gradients off at once (torch 2.13): a value computed before `with region:` has
 # no gradients then, and where `region` is a decorator they stay off in the process.
 
 

@@ -1,4 +1,4 @@
-"""Reads and changes the record of a running trace, and hears what a call comes to."""
+"""Reads and changes the record of a running trace, and hears the ops of a call."""
 
 from __future__ import annotations
 

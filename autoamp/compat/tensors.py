@@ -180,7 +180,7 @@ class Holders:
 
     @property
     def have_grown(self) -> bool:
-        """Whether somebody else may still read some of the tensors."""
+        """Whether code outside may still read some of the tensors."""
         return self._counts() != self._alone
 
     def _counts(self) -> list[Any]:
@@ -281,11 +281,8 @@ def children_here(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _held(module: torch.nn.Module, name: str) -> dict[str, Any]:
-    """A dict of `module`; an empty one before `nn.Module.__init__` has made it.
-
-    No attribute is asked for, because a `__getattr__` of the class may need the very
-    dict.
-    """
+    """A dict of `module`; an empty one before `nn.Module.__init__` has made it."""
+    # By `vars`, because a `__getattr__` of the class may need the very dict.
     found: Any = vars(module).get(name)
     if found is None and isinstance(module, torch.jit.ScriptModule):
         found = getattr(module, name, None)  # made anew by a property

@@ -1,4 +1,4 @@
-"""What a transform of torch's, such as `vmap`, meets in a backward of ours.
+"""Backwards of ours under a transform of torch's, such as `vmap`.
 
 Torch's rules of `vmap` for the backwards of norms want operands of one dtype.  A norm
 that reads low data beside fp32 parameters has two, in a graph of ours as under
@@ -36,7 +36,7 @@ _NORMS = (
 )
 _RULES = "FuncTorchBatched"
 _HELD: list[torch.library.Library] = []
-"""Held here, since a library takes its kernels away where nobody holds it."""
+"""Held here: torch unregisters a library's kernels when the library is freed."""
 
 
 @functools.cache

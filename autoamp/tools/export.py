@@ -22,7 +22,6 @@ from autoamp import compat
 from autoamp.dtypes import parse_low_dtype
 from autoamp.errors import ExportError, LockError, UnsupportedModelError
 from autoamp.messages import class_name, log_once
-from autoamp.passes.check.constants import check_weights
 from autoamp.passes.check.held import Held
 from autoamp.passes.decide.devices import named_device
 from autoamp.passes.kernels.table import ATTENTION, CHANNELS_LAST
@@ -54,6 +53,7 @@ from autoamp.tools.export_program import (
 from autoamp.tools.export_results import (
     check_as_true,
     check_same,
+    check_weights,
     compare_with_converted,
     differs_in_whole_numbers,
     spoiled,

@@ -1,11 +1,14 @@
-"""Compares results of one call: of fp32, a rewritten graph, a program, a model."""
+"""Compares results of one call: of fp32, a rewritten graph, a program, a model.
+
+The weights that a program holds are compared with those of the model, too.
+"""
 
 from __future__ import annotations
 
 import logging
 import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -215,3 +218,54 @@ def _how_far(some: Sequence[Any], others: Sequence[Any], at: int) -> str:
         return "is not finite in places, unlike"
     apart = float((one.double() - other.double())[one.isfinite()].abs().max())
     return f"differs by up to {apart:.2g} from"
+
+
+def check_weights(
+    held: Iterable[tuple[str, Tensor]],
+    read: Iterable[str],
+    sources: Mapping[str, str],
+    weights: Mapping[str, Tensor],
+) -> None:
+    """Checks each weight of a program against the weight of the model.
+
+    Of the code that made the program only the names of weights are taken.
+
+    Args:
+        held: the weights of the program by their names.
+        read: the names of those that some op reads.
+        sources: for each weight of the program, the path of the model's weight.
+        weights: the model's parameters and buffers by their paths.
+
+    Raises:
+        VerificationError: a weight is not the model's, rounded once to its dtype; or no
+            op reads it; or the program holds it twice in one dtype.
+    """
+    seen: dict[tuple[str, torch.dtype], str] = {}
+    used = set(read)
+    for name, value in held:
+        if name not in used:
+            raise VerificationError(f"the program holds {name}, which no op reads")
+        path = sources.get(name, "")
+        if path not in weights:
+            continue  # a constant of the program's own
+        key = (path, value.dtype)
+        if key in seen:
+            raise VerificationError(
+                f"the program holds {path} twice in {value.dtype}: as {seen[key]} and "
+                f"as {name}"
+            )
+        seen[key] = name
+        if not _is_rounded(value, weights[path]):
+            raise VerificationError(
+                f"{name} of the program is not {path} of the model in {value.dtype}"
+            )
+
+
+def _is_rounded(value: Tensor, source: Tensor) -> bool:
+    """Whether `value` is `source` in the dtype of `value`; NaN equals NaN."""
+    meant = source.detach().to(value.dtype)
+    if meant.shape != value.shape:
+        return False
+    if meant.is_meta or value.is_meta or meant.layout is not torch.strided:
+        return True  # no numbers to read
+    return bool(((meant == value) | (meant.isnan() & value.isnan())).all())

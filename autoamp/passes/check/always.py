@@ -1,4 +1,4 @@
-"""What no pass may do, whatever else its own check allows.
+"""The changes that no pass may make, whatever else its own check allows.
 
 A pass may not make the graph wait for the device, may not set a state of the process,
 and may not let a result share memory with another result, or with an input, where the
@@ -48,7 +48,7 @@ def _kind(target: Any) -> _Kind:
 
 
 class Footprint(NamedTuple):
-    """What a graph does beside computing.
+    """The effects of a graph beside its results.
 
     Attributes:
         waits: how often each op is called that waits for the device.
@@ -62,7 +62,7 @@ class Footprint(NamedTuple):
 
 
 def footprint(gm: fx.GraphModule) -> Footprint:
-    """What `gm` does beside computing; its bodies have footprints of their own."""
+    """The effects of `gm` alone; its bodies have footprints of their own."""
     waits, sets = Counter[Any](), Counter[Any]()
     results: list[fx.Node] = []
     for node in gm.graph.nodes:
@@ -97,7 +97,7 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def check_always(after: fx.GraphModule, was: Footprint, now: Footprint) -> None:
-    """Holds a pass to what no pass may do.
+    """Raises if a pass made a change that no pass may make.
 
     Args:
         was, now: the footprints of the graph before and of `after`.

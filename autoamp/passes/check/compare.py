@@ -15,8 +15,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, Protocol
 
 import networkx as nx
 import torch
@@ -24,14 +24,6 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.errors import VerificationError
-from autoamp.passes.check.call_facts import (
-    calls_bodies,
-    gives_its_operand,
-    has_effect,
-    is_view,
-    literals,
-    operands,
-)
 from autoamp.passes.check.changes import (
     CASTS,
     GROUPS,
@@ -50,6 +42,9 @@ from autoamp.passes.see.regions import CONTROL_FLOW
 
 _MODE = -2
 """Stands for a storage that each change of grad mode writes to."""
+
+_OPS = 4096
+"""The ops whose facts are kept at most; a process calls fewer, as a rule."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +147,7 @@ class _Pair:
                 self.stands[1][name] = weight
 
     def _follow_old(self) -> None:
-        """Finds what the nodes of the graph before stand for.
+        """Finds the values that the nodes of the graph before stand for.
 
         An op in place gives its operand; two equal views of one value are one value.
         """
@@ -176,7 +171,7 @@ class _Pair:
                     self.stands[1][node.name] = source
 
     def _follow(self, node: fx.Node, side: int) -> None:
-        """Notes what a node of the program stands for."""
+        """Notes the value that a node of the program stands for."""
         if gives_its_operand(node):
             self.stands[side][node.name] = self.stood(node.all_input_nodes[0], side)
         elif is_view(node.target) or node.target is operator.getitem:
@@ -243,8 +238,8 @@ class _Pair:
         first = node.args[0]
         if not isinstance(first, fx.Node):
             return None
-        # What follows reads the metadata of added nodes, which the pass under check
-        # wrote.
+        # Later passes and checks read the metadata of added nodes, which the pass under
+        # check wrote.
         _is_recorded_truly(node, first)
         # The gradient goes to the first operand, whatever numbers the second holds:
         # only here does it show that the two are one value.
@@ -529,7 +524,7 @@ def _with_closed(
     reads: tuple[dict[str, fx.Node], dict[str, fx.Node]],
     again: Mapping[fx.Node, fx.Node],
 ) -> list[fx.Node]:
-    """The old side with the calls that make what it alone reads from no input.
+    """The old side, with the calls that make values of no input which it alone reads.
 
     A mask that the graph computes of sizes is known; the new side may rely on it.
     """
@@ -618,7 +613,7 @@ def _is_a_size(node: fx.Node) -> bool:
     return node.target is torch.ops.aten.sym_size.int
 
 
-# -- what is recorded of a node --------------------------------------------------------
+# -- metadata of nodes -----------------------------------------------------------------
 
 
 def _changes_mode(node: fx.Node) -> bool:
@@ -665,3 +660,85 @@ def _dtype_made(node: fx.Node, like: torch.Tensor) -> Any:
         told = node.kwargs.get("dtype", node.args[1] if len(node.args) > 1 else None)
         return told or like.dtype
     return torch.float32 if node.target in SCALED_CASTS else like.dtype
+
+
+# -- facts of one call, from its arguments and its op's schema -------------------------
+
+
+class HasArguments(Protocol):
+    """A node, or a call as another graph would write it."""
+
+    @property
+    def args(self) -> Any: ...
+
+    @property
+    def kwargs(self) -> Any: ...
+
+
+def operands(call: HasArguments) -> list[fx.Node]:
+    """The nodes among the arguments, as often as they occur."""
+    found: list[fx.Node] = []
+    fx.map_arg((call.args, call.kwargs), found.append)
+    return found
+
+
+def literals(call: HasArguments, *, places: bool = True) -> list[str]:
+    """The arguments that are no nodes, as text, in their order.
+
+    Args:
+        places: whether "%" stands in the place of each node.
+    """
+    found: list[str] = []
+    pending: list[Any] = [call.kwargs, call.args]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, (list, tuple)):
+            pending += reversed(value)
+        elif isinstance(value, dict):
+            pending += reversed([*value, *value.values()])
+        elif isinstance(value, slice):
+            pending += (value.step, value.stop, value.start)
+        elif not isinstance(value, fx.Node):
+            found.append(repr(value))
+        elif places:
+            found.append("%")
+    return found
+
+
+def calls_bodies(node: fx.Node) -> bool:
+    """Whether a call runs sub-graphs: a checkpoint, a branch, a loop."""
+    return node.target is checkpointed or node.target in CONTROL_FLOW
+
+
+@lru_cache(maxsize=_OPS)
+def is_view(target: Any) -> bool:
+    """Whether a result of `target` is a view of an operand, by the schema."""
+    return isinstance(target, compat.OpOverload) and any(
+        r.alias_info is not None and not r.alias_info.is_write
+        for r in compat.schema(target).returns
+    )
+
+
+def gives_its_operand(node: fx.Node) -> bool:
+    """Whether a call writes to its first operand and returns that operand."""
+    is_op = isinstance(node.target, compat.OpOverload)
+    return is_op and bool(node.all_input_nodes) and _gives_its_first(node.target)
+
+
+@lru_cache(maxsize=_OPS)
+def _gives_its_first(target: Any) -> bool:
+    schema = compat.schema(target)
+    first = schema.arguments[0].alias_info if schema.arguments else None
+    if first is None or not first.is_write or len(schema.returns) != 1:
+        return False
+    returned = schema.returns[0].alias_info
+    return returned is not None and returned.is_write
+
+
+@lru_cache(maxsize=_OPS)
+def has_effect(target: Any) -> bool:
+    """Whether a call writes or draws random numbers, and so matters even if unread."""
+    return isinstance(target, compat.OpOverload) and (
+        compat.schema(target).is_mutable
+        or torch.Tag.nondeterministic_seeded in target.tags
+    )

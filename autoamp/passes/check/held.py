@@ -76,7 +76,7 @@ class Held(Observer):
         if given == said:
             return value
         differ = _differences(said, given)
-        # What the graph returns may be as the call gives it without autoamp too.
+        # A result of the graph may have that dtype without autoamp, too.
         returned = any(user.op == "output" for user in n.users)
         if not differ or (returned and not _reads_low(n)):
             return value

@@ -1,9 +1,9 @@
 """Runs both sides of a change on stand-in values, as a second opinion.
 
-The recognition of a kernel is a proof in algebra (`kernels/shared/proof/`), and the
+The recognition of a kernel is a proof in algebra (`kernels/proved.py`), and the
 recognition of a mask is a proof by positions.  Here neither is known: the calls that
 are gone and the calls in their place run on random numbers, and results, gradients and
-what is kept for the backward are compared.  The truth is the old side in float64.  The
+bytes kept for the backward are compared.  The truth is the old side in float64.  The
 new side may be off by `ROUNDINGS` times as much as the old side is, or as one rounding
 of the coarsest dtype of the region is: a wrong kernel is off by far more.
 
@@ -40,7 +40,7 @@ MOST = 2**22
 """A region that reads more numbers than this is run under `strict` alone."""
 
 _KNOWN: dict[Any, str | None] = {}
-"""For each kind of region that has run, what is wrong with it, or None."""
+"""For each kind of region that has run, the fault that was found, or None."""
 
 _KNOWN_CALLS: dict[Any, bool] = {}
 """Whether a function calls the same ops, by the op, the function and the operands."""
@@ -137,7 +137,7 @@ def _kind(region: Region) -> Any:
 
 
 def _difference(region: Region, trained: Sequence[bool], *, every: bool) -> str | None:
-    """What is wrong with the new side; None where nothing is found.
+    """The fault of the new side; None where none is found.
 
     A difference counts where it shows at the real sizes too.  A region that runs at no
     size is one of which nothing is known, and that is wrong as well.
@@ -214,7 +214,7 @@ def _gradients_differ(
     old: Mapping[fx.Node, Any],
     new: Mapping[fx.Node, Any],
 ) -> str | None:
-    """What differs between the gradients of the inputs, for random ones of results."""
+    """The first difference between the gradients of the inputs, or None."""
     found: list[list[Tensor | None]] = []
     for run, at in ((truth, 0), (old, 0), (new, 1)):
         roots, given = [], []
@@ -267,7 +267,7 @@ def _off(true: Any, was: Any, now: Any, coarsest: float) -> str | None:
     if not bool(other.isfinite().all()):
         return "is not finite where it was"
     size = float(truth.abs().max())
-    # Of the largest number: a sum's error is a share of its terms, not of what is left.
+    # Of the largest number: a sum's error is a share of its terms, not of their sum.
     allowed = ROUNDINGS * max(float((one - truth).abs().max()), coarsest * size)
     error = float((other - truth).abs().max())
     if error <= allowed:

@@ -15,7 +15,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.errors import VerificationError
-from autoamp.passes.check.call_facts import is_view
+from autoamp.passes.check.compare import is_view
 from autoamp.passes.check.standin import named, where
 from autoamp.passes.functions import laid_out
 from autoamp.passes.see.nodes import tensors_of
@@ -46,11 +46,11 @@ def check_strides(
             continue
         if node.op == "get_attr":
             held = operator.attrgetter(str(node.target))(gm)
-            # The pass makes constants anew, and leaves what is recorded of them.
+            # The pass makes constants anew, and leaves the strides recorded of them.
             if _strides(held) != _strides(node.meta.get("val")):
                 laid[node] = _fake(held, mode)
             continue
-        # What follows no changed layout lies as it is recorded.
+        # A value that follows no changed layout lies as it is recorded.
         if node.target is not laid_out and laid.keys().isdisjoint(node.all_input_nodes):
             continue
         if node.op == "output":
@@ -75,7 +75,7 @@ def check_strides(
 def _made(
     node: fx.Node, value: Callable[[fx.Node], Any], mode: compat.FakeTensorMode
 ) -> Any:
-    """What a call gives for operands with the fake tensors `value`."""
+    """The result of a call for operands with the fake tensors `value`."""
     with mode, compat.as_traced(), torch.no_grad():
         args, kwargs = fx.map_arg((node.args, node.kwargs), value)
         return node.target(*args, **kwargs)  # type: ignore[operator]

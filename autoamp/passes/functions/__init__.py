@@ -2,7 +2,7 @@
 
 Each of these functions is one node: tracing never looks inside, so a rewritten graph
 can be rewritten again, printed, and executed from its printed code.  The functions of
-kernels are in `autoamp/kernels/functions/`, and are listed here with the others.
+kernels (attention, norms, rotary) are listed here with the others.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 Attention that was written out becomes one op, `autoamp::attention`, which keeps the
 steps that the model wrote between the product and the softmax: a step multiplies the
-scores, adds numbers to them, or fills some of them; a fill stays a fill, and what is
-added stays in fp32.  `attention` is `scaled_dot_product_attention` as a model calls it.
+scores, adds numbers to them, or fills some of them; a fill stays a fill, and numbers
+that are added stay in fp32.  `attention` is `scaled_dot_product_attention` as a model
+calls it.
 
 The backward of torch 2.13's kernel (`cpu_flash_attention_backward` of
 `aten/src/ATen/native/cpu/FlashAttentionKernel.cpp`) is not as true as the calls that
@@ -38,7 +39,7 @@ from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
 
 
 class Kind(IntEnum):
-    """What a step does, as a number that an op can take."""
+    """The kind of a step, as a number that an op can take."""
 
     SCALE = 0
     """Multiplies by `number`, which is above 0."""
@@ -462,7 +463,7 @@ def _like_operands(
 
 
 _LIBRARY = torch.library.Library("autoamp", "FRAGMENT")
-"""Held here, since a library takes its ops away where nobody holds it."""
+"""Held here: torch unregisters a library's ops when the library is freed."""
 
 
 def _op(name: str, schema: str, kernels: Mapping[str, Callable[..., Any]]) -> Any:
@@ -557,7 +558,7 @@ def as_written(  # noqa: PLR0917
 
     Args:
         query, key, value: (batch, heads, queries or keys, width), in one float dtype.
-        tensors, kinds, numbers: the steps of the scores (`scores.steps_of`).
+        tensors, kinds, numbers: the steps of the scores (`steps_of`).
 
     Returns:
         A tensor of the shape and dtype of `query`.
@@ -672,7 +673,7 @@ def _with_fp32_backward(  # noqa: PLR0917
     is_causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """Attention by torch's kernel: what that does to its scores, as steps."""
+    """Attention by torch's kernel, whose changes of the scores are put as steps."""
     kinds: list[int] = [Kind.SCALE]
     numbers = [query.shape[-1] ** -0.5 if scale is None else scale]
     if mask is not None:

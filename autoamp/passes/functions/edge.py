@@ -36,7 +36,7 @@ def scale_grad(value: Tensor, loss_scale: Tensor) -> Tensor:
 
     Args:
         value: a float output of the graph, any shape.
-        loss_scale: S, 0-dim fp32; nobody writes to this tensor, so that a later
+        loss_scale: S, 0-dim fp32; it is never written to, so that a later
             backward finds the S that its forward used.
     """
     if value.requires_grad:
@@ -158,7 +158,7 @@ def passed_on(grad: Tensor, found_inf: Tensor) -> Tensor:
 
 
 def infinities_as_nan(grad: Tensor) -> Tensor:
-    """`grad` with NaN for infinities; nobody clips sparse or complex gradients."""
+    """`grad` with NaN for infinities; sparse and complex gradients stay as they are."""
     if grad.layout != torch.strided or grad.is_complex():
         return grad
     if compat.is_distributed(grad):

@@ -1,10 +1,10 @@
-"""The calls that cross between DTensors and what ranks hold, as the passes see them.
+"""The calls that cross between DTensors and local parts, as the passes see them.
 
 The passes see a graph of DTensors as a graph of whole tensors: a DTensor stands for its
-whole tensor, and what a rank holds is a tensor by itself.  `from_local`, `to_local` and
-`redistribute` change the shape in between, or nothing; three ops with no data stand for
-them (`IN_WHOLE`).  Before the graph runs torch's calls take their places again
-(`passes/write/meshes.py`).
+whole tensor, and a rank's local part is a tensor by itself.  `from_local`, `to_local`
+and `redistribute` change the shape between the two, or nothing; three ops with no data
+stand for them (`IN_WHOLE`).  Before the graph runs, torch's calls take their places
+again (`passes/write/meshes.py`).
 
 A DTensor is gathered in the low dtype for readers that read it low.  A cast commutes
 with a gather: the ranks may as well cast what each holds and send half the bytes.  The
@@ -29,7 +29,7 @@ from autoamp.dtypes import HIGH_DTYPE
 _NAMES = ("from_local", "to_local", "redistribute")
 _SCHEMA = "(Tensor self, SymInt[] size, SymInt[] stride) -> Tensor"
 _LIBRARIES: list[torch.library.Library] = []
-"""Held here, since a library takes its ops away where nobody holds it."""
+"""Held here: torch unregisters a library's ops when the library is freed."""
 
 
 def _stands_for(value: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:

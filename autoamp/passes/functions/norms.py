@@ -137,8 +137,7 @@ def _in_low_kernels(
 
     The gradient of the bias is the sum of the rows of `g`, that of the weight the sum
     of the rows of `g * y`, where `y` is the data normalised without weight and bias,
-    made again here.  The kernel of a batch norm's backward takes both sums over `y` in
-    one pass, and in fp32; that of a layer norm's would take them in low precision.
+    made again here.
     """
     data, sizes = rows.data, rows.sizes
     given = (data, sizes, rows.mean, rows.scale, weight, bias)
@@ -146,6 +145,8 @@ def _in_low_kernels(
         grad, *given, [True, False, False]
     )[0]
     plain = _ATEN.native_layer_norm.default(data, sizes, None, None, rows.epsilon)[0]
+    # The kernel of a batch norm's backward takes both sums in one pass, and in fp32;
+    # that of a layer norm's would take them in low precision.
     of_weight, of_bias = _sums_of_rows(grad, plain, sizes)
     return of_data, of_weight.view(sizes), of_bias.view(sizes)
 

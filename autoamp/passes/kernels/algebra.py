@@ -61,7 +61,7 @@ _FACTORS = (
     (math.sqrt(math.pi / 2), Fraction(1), -1),
     (math.sqrt(math.pi), _ROOT_2, -1),
 )
-"""What a simple rational number may be multiplied by: value, `square`, `of_pi`."""
+"""The factors of a simple rational number: value, `square`, `of_pi`."""
 
 
 @lru_cache(maxsize=1024)
@@ -118,7 +118,7 @@ class UnknownError(Exception):
 
 
 class Atom(NamedTuple):
-    """What products are made of.
+    """A factor of a product.
 
     Attributes:
         kind: "letter", "exp", "log", "erf", "root", "prime" (its root), "sum", "max".

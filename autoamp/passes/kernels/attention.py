@@ -1,6 +1,6 @@
 """Puts one call in the place of attention written out: `softmax(q @ k.T + mask) @ v`.
 
-What lies between the product and the softmax is read as steps, in the order in which
+The calls between the product and the softmax are read as steps, in the order in which
 they were written (`functions/attention.py`): factors, numbers that are added, fills.
 The op that takes the place of the calls, `autoamp::attention`, follows these steps to
 the letter, so that nothing has to be known of a mask's elements.  The op computes the
@@ -153,7 +153,7 @@ a weight, and the kernel would be run in vain."""
 
 @dataclass(frozen=True)
 class Written:
-    """A step, as `function.scores.Step` is one, with a node for its tensor."""
+    """A step, as `functions.attention.Step` is one, with a node for its tensor."""
 
     kind: Kind
     number: float = 0.0

@@ -122,7 +122,7 @@ def _note(attention: fx.Node, name: str) -> None:
 
 
 class Masks:
-    """What the masks of a graph show, each computed once."""
+    """The keys that the masks of a graph show; each mask is computed once."""
 
     def __init__(self) -> None:
         self._shown: dict[fx.Node, Tensor | None] = {}
@@ -187,7 +187,7 @@ class _UnknownError(Exception):
 
 
 class _Elements(NamedTuple):
-    """What the elements of a tensor are, at each place.
+    """A bound on the elements of a tensor, in terms of the positions of their place.
 
     Attributes:
         positions: the most positions that an element adds or subtracts; 0 for a tensor
@@ -307,7 +307,7 @@ class _SmallMask:
         if name == "diff":
             return self._steps(node, first)
         if name == "cumsum" and not self._values[tensors[0]].any():
-            return _Elements(0)  # what is nothing at all small places is so anywhere
+            return _Elements(0)  # a sum of zeros, at places of any size
         if not any(self._elements[n].positions for n in tensors):
             tags = node.target.tags  # type: ignore[union-attr]
             known = torch.Tag.pointwise in tags or name in (*_BY_ELEMENT, *_SAME)

@@ -197,7 +197,7 @@ def _takes_the_rest(node: fx.Node) -> bool:
 
 
 def _may_be_written(replacement: Replacement, exposed: set[int]) -> bool:
-    """Whether somebody may write to a result that the kernel's backward needs."""
+    """Whether a later call may write to a result that the kernel's backward needs."""
     result = compat.storage_id(replacement.chain.result.meta["val"])
     return replacement.kernel.kernel.keeps_result and result in exposed
 

@@ -93,7 +93,7 @@ class Allowed:
     """Tells whether calls may become a kernel.
 
     Attributes:
-        rules, built_in: the rules in force, and those that nobody changed.
+        rules, built_in: the rules in force, and autoamp's own, without the user's.
         keep: the user's patterns of modules that stay fp32.
         off: names of kernels that are switched off, or slower than the calls.
         device: type of the device that the graph is to run on, if not where it is.
@@ -255,7 +255,7 @@ def _are_written(nodes: Collection[fx.Node]) -> bool:
 def computed(
     calls: Sequence[fx.Node], known: Mapping[fx.Node, Tensor] | None = None
 ) -> Tensor:
-    """What the last of some calls makes on CPUs, which read each other and `known`."""
+    """The result on CPUs of the last of `calls`, which read each other and `known`."""
     values: dict[fx.Node, Any] = {**(known or {})}
     for node in calls:
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)

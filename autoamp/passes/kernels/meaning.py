@@ -1,4 +1,4 @@
-"""What ops mean, as forms: exponentials, sums over rows, slopes; `aten::var` and so on.
+"""Ops as forms: exponentials, sums over rows, derivatives; `aten::var` and so on.
 
 The functions of ops have the arguments that torch has, under torch's names, and raise
 `UnknownError` for whatever is no smooth function of elements or of rows.
@@ -225,7 +225,7 @@ _THRESHOLD = 20
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a tensor is: a form, and whether it has the size of a whole row.
+    """The meaning of a tensor: a form, and whether it has the size of a whole row.
 
     A mean over a row has one element for each row, so that its own sum is itself.
     """
@@ -237,7 +237,7 @@ class Meaning:
 def meaning(
     name: str, algebra: Algebra, dims: int, args: Sequence[Any], kwargs: Any
 ) -> Meaning:
-    """What a call of an op results in.
+    """The meaning of the result of a call of an op.
 
     Args:
         name: the op's, without a namespace.

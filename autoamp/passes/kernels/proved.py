@@ -1,6 +1,6 @@
 """Tells which kernel a chain computes: proved by algebra, and checked by numbers.
 
-What a chain computes is written as a quotient of sums, by rules that hold for all real
+The result of a chain is written as a quotient of sums, by rules that hold for all real
 numbers (`algebra.py`).  The chain is a kernel if the kernel's own quotient
 (`table.py`) is equal to it, multiplied out.  So one row of the table covers every way
 in which a function is written: `x.pow(3)`, `x * x * x`, constants cut off after ten
@@ -14,7 +14,7 @@ call with two graphs.  The forward has to be proved to be a kernel, and the back
 be its derivative times the gradient: a backward that normalises, limits or averages the
 gradient is another function.
 
-What is proved is then tried: a second opinion that knows no algebra.  Chain and kernel
+The proof is then tried: a second opinion that knows no algebra.  Chain and kernel
 run in float64 on ordinary numbers and on hostile ones: zeros, denormals, rows of 1e-30
 and 1e30, rows far from zero, infinities, NaN; and in fp32, where the kernel may lose no
 digits that the chain keeps.  Wherever the chain gives a finite number, the kernel has
@@ -296,7 +296,7 @@ def _proved(
 def _read(
     algebra: Algebra, calls: Sequence[_Call], inputs: Sequence[Meaning], dims: int
 ) -> Meaning:
-    """What a chain computes of its inputs."""
+    """The result of a chain, as a function of its inputs."""
     values = [*inputs]
 
     def read(written: Any) -> Any:
@@ -331,7 +331,7 @@ def _candidates(
 
 
 def _epsilons(algebra: Algebra, data: Form) -> Iterator[Fraction]:
-    """What is added, under the roots of a chain, to the mean of the squares."""
+    """The numbers added, under the roots of a chain, to the mean of the squares."""
     if not algebra.size:
         return
     # An epsilon is the number beside the squares, whatever factor the root has.
@@ -444,7 +444,7 @@ def _function_proved(
 def _body_read(
     body: fx.GraphModule, algebra: Algebra, inputs: Sequence[Meaning]
 ) -> Any:
-    """What a graph of Dynamo's computes of its inputs, in algebra."""
+    """The result of a graph of Dynamo's, in algebra, as a function of its inputs."""
     values: dict[fx.Node, Any] = {}
     given = iter(inputs)
     for node in body.graph.nodes:

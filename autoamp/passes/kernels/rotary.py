@@ -133,7 +133,7 @@ class Embedding:
 
     @property
     def made(self) -> Tensor:
-        """What the chain makes, as a fake tensor."""
+        """The result of the chain, as a fake tensor."""
         value = (self.cast or self.result).meta["val"]
         assert isinstance(value, Tensor)
         return value

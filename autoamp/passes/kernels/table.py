@@ -39,8 +39,8 @@ class Kernel:
             "sizes" (of the last dimension), "weight" and "bias" (both may be None),
             "epsilon".
         keywords: the keyword arguments.
-        keeps_result: whether the backward needs the result, which therefore nobody may
-            write to.
+        keeps_result: whether the backward needs the result, to which no later call
+            may write.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Kernel:
         bias: Form | None = None,
         epsilon: Fraction = Fraction(0),
     ) -> Form:
-        """What the kernel computes, in algebra."""
+        """The function that the kernel computes, in algebra."""
         takes_one = "epsilon" in self.takes
         result = self.meaning(data, epsilon) if takes_one else self.meaning(data)
         result = result if weight is None else result * weight
@@ -147,20 +147,20 @@ KERNELS: tuple[Kernel, ...] = (
 """Each computes in fp32 inside, and reads and writes 16 bits where it runs low."""
 
 ATTENTION = "attention"
-"""Attention that is written out: scores, softmax, product (`attention/`)."""
+"""Attention that is written out: scores, softmax, product (`attention.py`)."""
 
 ATTENTION_BACKWARD = "attention_backward"
 """Attention whose backward computes in fp32, on CPUs and where no compiler runs the
-graph (`attention_backward/`)."""
+graph (`functions/attention.py`)."""
 
 CAUSAL_MASK = "causal_mask"
-"""Attention whose mask is causal, told so instead of given a mask (`causal_mask/`)."""
+"""Attention whose mask is causal: a flag replaces the mask (`causal_mask.py`)."""
 
 NO_MASK = "no_mask"
-"""Attention whose mask hides no key, which gets none (`causal_mask/`)."""
+"""Attention whose mask hides no key, which gets none (`causal_mask.py`)."""
 
 ROTARY = "rotary"
-"""Rotary position embedding, where no compiler runs the graph (`rotary/`)."""
+"""Rotary position embedding, where no compiler runs the graph (`rotary.py`)."""
 
 CHANNELS_LAST = "channels_last"
 """Convolutions with the channels last, where no compiler runs the graph

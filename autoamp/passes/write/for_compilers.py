@@ -83,12 +83,10 @@ def for_compilers(
 
 
 def _is_result_and_read(node: fx.Node) -> bool:
-    """Whether a cast to fp32 is a result of the graph, and read inside, too.
-
-    Inductor writes each result to memory, and has all its readers read it from there:
-    the fp32 logits of a language model, several times.  A cast that is no result is
-    part of the kernels that read it, which read 16 bits.
-    """
+    """Whether a cast to fp32 is a result of the graph, and read inside, too."""
+    # Inductor writes each result to memory, and has all its readers read it from there:
+    # the fp32 logits of a language model, several times.  A cast that is no result is
+    # part of the kernels that read it, which read 16 bits.
     leaving = [user for user in node.users if _leaves(user)]
     return node.meta.get(CAST_KIND) == "up" and 0 < len(leaving) < len(node.users)
 
@@ -102,8 +100,7 @@ def _leaves(node: fx.Node) -> bool:
 def _cast_again(graph: fx.Graph, cast: fx.Node) -> None:
     """Gives the result of a graph a cast of its own, whose gradient flows to `cast`.
 
-    The cast is of a view with another shape: AOT autograd makes one call of two that
-    are equal.  Gradients from outside and inside are added in fp32, as before.
+    Gradients from outside and inside are added in fp32, as before.
     """
     leaving = [user for user in cast.users if _leaves(user)]
     with graph.inserting_before(cast.next):

@@ -168,7 +168,7 @@ def convolved(graph: fx.Graph, copies: Sequence[fx.Node]) -> frozenset[fx.Node]:
 
 
 class _Seen:
-    """What a graph has that layouts are chosen for, and the problem of the choice.
+    """The values of a graph that have a layout, and the min-cut that chooses it.
 
     Attributes:
         images: each value with images, or volumes, and its fake tensor.

@@ -171,7 +171,7 @@ def with_mesh_calls(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def crossed(node: fx.Node, value: Any, inputs: Sequence[Any]) -> Any:
-    """What a stand-in's call gives on DTensors, in a graph that still has stand-ins.
+    """The result of a stand-in's call on DTensors, in a graph that has stand-ins.
 
     Args:
         value: the value that the node reads.
