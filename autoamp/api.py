@@ -344,7 +344,7 @@ def export(
 
 
 def load(path: str | os.PathLike[str]) -> Any:
-    """What `export` wrote to a file, after a check against the plan in the file.
+    """Loads what `export` wrote to a file, and checks it against the plan in the file.
 
     Each node and weight must have the dtype that was planned.  Of a compiled package
     and of a .pte file only the plan is checked.  Torch's loaders unpickle
@@ -460,7 +460,7 @@ def _checked_optimizers(optimizer: Any, model: Any) -> list[torch.optim.Optimize
         name = type(each).__name__
         # The optimizer of an engine may be no `torch.optim.Optimizer`: the reason comes
         # before the type.
-        engine = foreign.optimizer_left(each)
+        engine = foreign.engine_of_optimizer(each)
         if engine:
             raise OptionError(f"optimizer={name} cannot be taken. {engine}")
         if not isinstance(each, torch.optim.Optimizer):

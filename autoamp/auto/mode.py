@@ -280,7 +280,7 @@ class AutomaticMode:
                 logger.debug("autoamp: %s: %s", class_name(target), why_not)
                 return
             # Asked only now: a lone layer is seldom converted, and this is a search.
-            if engine := foreign.left_to_outer(target):
+            if engine := foreign.engine_around(target):
                 self._leave(target, engine)
                 return
         try:

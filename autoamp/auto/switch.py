@@ -221,7 +221,7 @@ def _is_plain(model: Any, backend: Any) -> bool:
         callable(model)
         and not isinstance(model, nn.Module)
         and not (isinstance(owner, nn.Module) and model.__name__ == "_call_impl")
-        and not foreign.is_part_of_one(model)
+        and not foreign.is_of_an_engine(model)
         and backend != "autoamp"
         and not isinstance(backend, GraphBackend)
     )

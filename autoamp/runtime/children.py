@@ -1,4 +1,4 @@
-"""Which modules a script calls by themselves, and how those of a model are captured.
+"""Modules that a script calls by themselves: whether and how they are captured.
 
 A script may call `model.body(x)`, and a method that no graph can hold (one that logs,
 calls `backward()`, or is private) calls modules too.  At its first call outside of the
@@ -69,7 +69,9 @@ def choose(module: nn.Module) -> Choice:
         return Choice()
     # A lone layer is not searched for: a script may call thousands of them.
     alone = _is_lone_layer(target)
-    engine = foreign.left_to(target) or (not alone and foreign.left_to_outer(target))
+    engine = foreign.engine_inside(target) or (
+        not alone and foreign.engine_around(target)
+    )
     if engine:
         return Choice(left_to=engine)
     if _replaces_itself(target):

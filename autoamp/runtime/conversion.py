@@ -1,4 +1,4 @@
-"""What a converted model carries: our methods, and the state that they share.
+"""The methods that `convert` puts on a model, and the state that they share.
 
 All of it stands in the instance's `__dict__`.  The class, the parameters and the
 `state_dict` are unchanged.

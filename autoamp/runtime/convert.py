@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Decision:
-    """What is decided on a model before anything of it is changed.
+    """The decision on a model, made before anything of it is changed.
 
     Attributes:
         model: the model, inside all wrappers.
@@ -135,7 +135,7 @@ def decide(model: nn.Module, options: Options, *, masters: bool = False) -> Deci
     model = inside_wrappers(model)
     reason = unsupported(model)
     # This is a search through all objects of the process, and comes last.
-    if not reason and (engine := foreign.left_to_outer(model)):
+    if not reason and (engine := foreign.engine_around(model)):
         reason = f"{class_name(model)} cannot be converted. {engine}"
     if reason:
         raise UnsupportedModelError(reason)

@@ -26,7 +26,7 @@ NAME_IT = (
     "; name its optimizer, autoamp.convert(model, optimizer), to train it with fp32 "
     "masters"
 )
-"""What the user of a half-precision model may do, outside the automatic mode."""
+"""Advice to the user of a half-precision model, outside the automatic mode."""
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
@@ -62,7 +62,7 @@ def unsupported(model: Any, *, needs_data: bool = True) -> str | None:
             f"{name} is already compiled; convert the model inside it "
             "(model._orig_mod) and compile the result, or pass backend='inductor'"
         )
-    engine = foreign.left_to(model)
+    engine = foreign.engine_inside(model)
     if engine:
         return f"{name} cannot be converted. {engine}"
     has_forward = type(model).forward is not nn.Module.forward

@@ -150,12 +150,17 @@ class Entry:
         self.engine = engine
         self.owner, self.name, self.of_class = owner, name, of_class
         self.program: Program | None = None
+        # A mode is (grad, inference, training): each has graphs of its own, and a first
+        # call in it that is made under the lock.
         self._modes: set[tuple[bool, bool, bool]] = set()
         self._hooks = Hooks()
         self._resting: dict[tuple[bool, bool, bool], _Rest] = {}
         self._compilations = self._graphs_before = 0
         self._in_vain = 0
+        # The reasons why calls run under autocast: of this callable, and of all.
         self._by_autocast = self._left_to_autocast = ""
+        # The reason why no more is captured, whether that holds only while modules have
+        # hooks, and whether such calls run in fp32 because they are mostly Python.
         self._bounded, self._only_hooked, self._is_python = "", False, False
         self._methods: dict[str, Entry] = {}
         self._children: dict[str, Entry] = {}
@@ -531,7 +536,7 @@ class Entry:
         return program
 
     def _named_in(self, model: nn.Module) -> Hashable:
-        """What options say of each module in a part of a converted model, by its path.
+        """The options that name modules of this part of a model, by the modules' paths.
 
         Parts that are alike share graphs unless options name some of their modules.
         """

@@ -1,4 +1,4 @@
-"""Captures a stand-in of a model, whose graphs a question runs in its own way.
+"""Captures a stand-in of a model for a tool that runs its graphs in its own way.
 
 The stand-in is a module of the same class that shares the model's modules and weights.
 It is converted as by `convert`, but without weight copies, without optimizers, and

@@ -1,4 +1,4 @@
-"""Which methods of a model compute, and the methods that take their place.
+"""The methods of a model that compute, and the methods that take their place.
 
 A script may call `model.encode(x)` instead of `model(x)`.  Such methods are captured
 like `forward`.

@@ -19,7 +19,7 @@ from autoamp.runtime.record import Record
 logger = logging.getLogger(__name__)
 
 _SHOWN = 3
-"""How many differences a message tells."""
+"""The most differences that a message lists."""
 
 
 def check_graph(

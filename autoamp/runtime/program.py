@@ -154,7 +154,7 @@ under_compilation = torch.compiler.is_dynamo_compiling
 
 
 class _ThisThread(threading.local):
-    """What this thread is in.
+    """The call, and the regions, that this thread is in.
 
     Attributes:
         off: the depth of `disabled()` regions.
@@ -248,7 +248,7 @@ class Backend:
 
     @property
     def amount(self) -> compat.Amount:
-        """How much is captured of the running model."""
+        """The amount of code captured of the running model so far."""
         return self.running().amount
 
     def stop(self) -> None:

@@ -37,7 +37,7 @@ class Heard:
     """The numbers of one call and its backward.
 
     Attributes:
-            output: the float tensors of the output.
+        output: the float tensors of the output.
         gradients: the gradients of the parameters, by name.
         loss: the loss; None without a backward.
         returned: the output as the model returned it.

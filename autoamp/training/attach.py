@@ -180,7 +180,7 @@ def take_on(optimizer: Optimizer) -> None:
     known = boundary_of(optimizer)
     if known is not None and known.masters is not None:
         return
-    if foreign.stepped_by():  # whose engine has masters of its own
+    if foreign.engine_stepping():  # whose engine has masters of its own
         _decline(optimizer)
         return
     try:
@@ -472,7 +472,7 @@ def _before_step(
     # Models that were garbage-collected, not reverted, have left the hook behind.
     if not _scalings and not (_expecting and closure_of(args[1:], kwargs)):
         return None
-    engine = "" if known else foreign.stepped_by()
+    engine = "" if known else foreign.engine_stepping()
     if engine:
         log_once(logger, logging.INFO, f"autoamp: {engine}")
         before_write(params_of(optimizer))

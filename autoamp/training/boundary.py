@@ -1,4 +1,4 @@
-"""What stands round an optimizer's `step`: its memory, its state, its wrappers."""
+"""The boundary of an optimizer: its counters, its saved state and its wrappers."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ _DEEPEST = 24
 """How many frames are searched for the wrappers' steps."""
 
 _MARK, _BEHIND = "step_was_skipped", "_is_overflow"
+"""The mark of a skipped step, and the attribute that accelerate's property reads."""
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:
@@ -67,7 +68,7 @@ def closure_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], Any]
 
 
 class OptimizerBoundary:
-    """Stands between an optimizer and the gradients that the optimizer is given.
+    """Everything that is kept for one optimizer whose steps may be skipped.
 
     Attributes:
         optimizer: the user's own; only its instance attribute `step` is ours.

@@ -1,4 +1,4 @@
-"""What forwards have written to a model's buffers since its last step, to undo it.
+"""Copies of the buffers that forwards write to, for a step that is skipped.
 
 A step that is skipped leaves all state as it was: running statistics, counters,
 codebooks and averages, too, which a forward has written to before anybody knew that
@@ -33,7 +33,7 @@ class _Kept:
 
 
 class Written(NamedTuple):
-    """Which buffers a graph writes to.
+    """The buffers that a graph writes to.
 
     Attributes:
         positions: the buffers among the inputs of the graph.

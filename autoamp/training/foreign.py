@@ -1,8 +1,8 @@
 """Engines of other libraries that own a model's precision: DeepSpeed's and Megatron's.
 
 Such an engine casts the weights, scales the loss and steps master weights by itself, so
-a second hand at any of these would break the training.  The engines are known by their
-classes' names and packages, and are never imported.
+autoamp must do none of these a second time.  The engines are known by the names and
+packages of their classes, and are never imported.
 """
 
 from __future__ import annotations
@@ -75,17 +75,17 @@ _DEEPEST = 16
 """How many frames are searched for the engine that takes a step."""
 
 
-def left_to(model: nn.Module) -> str:
+def engine_inside(model: nn.Module) -> str:
     """Why `model` is left to another library's engine, with what to do, or "".
 
     A model is left alone if it is an engine or if an engine is inside it.
     """
     if not _loaded():
         return ""
-    return next((why_left(type(each)) for each in _engines_in(model)), "")
+    return next((_why_left(type(each)) for each in _engines_in(model)), "")
 
 
-def left_to_outer(module: nn.Module) -> str:
+def engine_around(module: nn.Module) -> str:
     """The same for a module that is inside an engine of this process, or "".
 
     The engine is searched for among all objects, because a module does not know what
@@ -98,11 +98,11 @@ def left_to_outer(module: nn.Module) -> str:
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     for engine in [each for each in modules if _engine_of(type(each)) is not None]:
         if any(each is module for each in compat.modules_of(engine)):
-            return why_left(type(engine))
+            return _why_left(type(engine))
     return ""
 
 
-def why_left(kind: type) -> str:
+def _why_left(kind: type) -> str:
     """One sentence on an engine, or an optimizer of one, which is left alone."""
     library = _engine_of(kind) or _optimizer_of(kind)
     if library is None:
@@ -116,21 +116,21 @@ def why_left(kind: type) -> str:
     )
 
 
-def optimizer_left(optimizer: object) -> str:
+def engine_of_optimizer(optimizer: object) -> str:
     """Why an optimizer, or one that it wraps, is left to the engine it is of, or ""."""
     # Wrappers may hold each other.
     seen: set[int] = set()
     while _loaded() and optimizer is not None and id(optimizer) not in seen:
         if _optimizer_of(type(optimizer)) is not None:
-            return why_left(type(optimizer))
+            return _why_left(type(optimizer))
         seen.add(id(optimizer))
         # The name under which accelerate's wrapper holds it.
         optimizer = getattr(optimizer, "__dict__", {}).get("optimizer")
     return ""
 
 
-def stepped_by() -> str:
-    """Why a step that is being taken is left to an engine that takes it, or ""."""
+def engine_stepping() -> str:
+    """Why the step on Python's stack is left to the engine that takes it, or ""."""
     if not _loaded():
         return ""
     frame: types.FrameType | None = sys._getframe(1)
@@ -141,12 +141,12 @@ def stepped_by() -> str:
         if code.co_argcount and code.co_varnames:
             kind = type(frame.f_locals.get(code.co_varnames[0]))
             if _engine_of(kind) is not None or _optimizer_of(kind) is not None:
-                return why_left(kind)
+                return _why_left(kind)
         frame = frame.f_back
     return ""
 
 
-def is_part_of_one(function: Any) -> bool:
+def is_of_an_engine(function: Any) -> bool:
     """Whether a function is written in a package that has an engine."""
     package = str(getattr(function, "__module__", "")).partition(".")[0]
     return any(package in library.packages for library in _LIBRARIES)

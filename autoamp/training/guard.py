@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _guards: weakref.WeakSet[ModelScaling] = weakref.WeakSet()
 _changes = [0]
-"""How often `_guards` has changed."""
+"""The number of changes of `_guards` so far."""
 
 _Known = tuple[tuple[int, ...], list[weakref.ref[ModelScaling]]]
 _known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()

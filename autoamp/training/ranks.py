@@ -37,7 +37,7 @@ _FIRST_WORD = 15.0
 _PAUSE = 0.01
 
 _GRAPHS = "graphs"
-"""What may differ between ranks, with a warning."""
+"""The one field that may differ between ranks, with a warning."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def shake_hands(
 def _words(
     team: Team, scalings: Sequence[ModelScaling], params: Sequence[torch.Tensor]
 ) -> dict[str, str]:
-    """How this rank runs its models, in words that ranks compare."""
+    """A description of this rank's models, field by field, for the handshake."""
     models = [*dict.fromkeys(scalings)]
 
     def listed(words: Iterable[str]) -> str:

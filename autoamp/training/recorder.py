@@ -1,4 +1,4 @@
-"""Leaves a trail of the values in a graph that runs node by node, and between."""
+"""Records the values and gradients of a run: of graphs, and of Python code between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one conversion's training runs at, and what has happened in it so far.
+"""The loss scaling of one conversion, and the events of its training so far.
 
 A model's graphs are scaled by the loss scale of its domain, unless a GradScaler scales
 instead.  Models joined by one backward (a GAN's generator and critic) share one domain
@@ -54,7 +54,7 @@ class ScaleDomain:
 
 
 class ModelLedger:
-    """What backwards, steps and calls have written down about one model.
+    """The events of one model's training: its graphs, steps, skips and GradScalers.
 
     Attributes:
         foreign: whether an enabled GradScaler steps this model's optimizer: then the

@@ -1,6 +1,8 @@
 """Notices writes to a weight, so that its low copies are refreshed.
 
-`copies.py` says what a sentinel is.
+A sentinel is a copy-on-write clone of a weight.  The first write to the weight, through
+any alias, moves the weight's data to a new address, which shows that its copies are
+stale (`weight_copies.py`).
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ class Copy:
         chances: unannounced writes that remain until the copy loses its sentinel.
         trainer: the thread that trains the weight; None where no thread has so far.
         captured: whether a CUDA graph holds the weight's address.
-        again: whether more than one call was given the present content.
-        steps: after how many announced writes in a row one call was given the content.
+        read_twice: whether more than one call has read the copy since its last refresh.
+        steps: how many steps in a row had no more than one such call before them.
         once_a_step: the group in which the copy is refreshed after each step; None
             where the copy is looked at by itself.
     """
@@ -71,7 +73,7 @@ class Copy:
         self.from_training = False
         self.chances = CHANCES
         self.trainer: int | None = None
-        self.captured = self.again = False
+        self.captured = self.read_twice = False
         self.steps = 0
         self.once_a_step: OnceAStep | None = None
 
@@ -121,14 +123,14 @@ class Steady:
     lows: list[torch.Tensor]
     trainer: int | None
     devices: set[torch.device]
-    _again: bool = False
+    _read_twice: bool = False
 
     def give_again(self) -> list[torch.Tensor]:
         """The copies for one more call."""
-        if not self._again:
-            self._again = True
+        if not self._read_twice:
+            self._read_twice = True
             for copy in self.copies:
-                copy.again = True
+                copy.read_twice = True
         return self.lows
 
 
@@ -136,9 +138,10 @@ STEADY: dict[int, Steady] = {}
 """The `Steady` of each `WeightCopies`, by its id; emptied whenever a sentinel goes."""
 
 PLANS: dict[tuple[int, ...], tuple[set[OnceAStep], list[int]]] = {}
-"""What a write to some tensors is announced to, by their ids, in order: the groups of
-copies that are refreshed after each step, and the positions of the tensors that have
-other copies.  Emptied whenever a copy is made or dropped, and a group made or ended."""
+"""The copies that learn of an announced write, by the ids of the tensors written to, in
+order: the groups of copies that are refreshed after each step, and the positions of the
+tensors that have other copies.  Emptied whenever a copy is made or dropped, and a group
+made or ended."""
 
 
 class Stale(NamedTuple):
@@ -308,7 +311,7 @@ def refresh(stale: Sequence[Stale]) -> None:
             if version != copy.version:  # the holder's backward must raise, as in eager
                 torch.autograd.graph.increment_version(copy.low)
             copy.take_memory(weight)
-        copy.version, copy.again = version, False
+        copy.version, copy.read_twice = version, False
     _write([each.copy for each in stale], [each.weight for each in stale])
     for copy, weight, watch, training in stale:
         _follow(copy, weight)

@@ -57,7 +57,7 @@ TEXT, TENSORS = "snapshot.json", "tensors.safetensors"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one folder holds: `facts` of `snapshot.json`, and tensors by name."""
+    """The contents of one folder: `facts` of `snapshot.json`, and tensors by name."""
 
     path: Path
     facts: dict[str, Any]

@@ -85,14 +85,15 @@ class Evidence(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What is known of one step.
+    """The facts that one step is decided on.
 
     Attributes:
         params: the tensors that the step would change.
         evidence: the runs that concern the step.
         guards: the models for whose sake all gradients must be finite.
         team: the ranks that make the step together.
-        known: whether there is anything by which the step could be skipped.
+        known: whether any flag or gradient could tell of an overflow; if not, the step
+            is taken without a look.
         flag: one fp32 element, 1 where gradients overflow: on this rank as the step is
             read, on any rank once the ranks have agreed.
         sizes: how large gradients are, on this rank or on all, likewise.
@@ -575,7 +576,7 @@ def _has_state(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 
 def _host_looks(boundary: OptimizerBoundary, reading: Reading) -> bool:
-    """Whether a flag that the kernel reads is read here too."""
+    """Whether the host, too, reads the found_inf that the optimizer's kernel reads."""
     device: torch.device = boundary.params[0].device
     # CUDA refuses to wait for a stream that is being captured.
     if compat.is_capturing(device):

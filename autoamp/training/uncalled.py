@@ -1,8 +1,8 @@
 """Tells of a converted model that is trained although no call of it was captured.
 
-`expect_calls` takes a model's scaling at its conversion.  `tell_of_uncalled` is told of
-each step, and says once, before the first step of the model's weights, that what made
-their gradients went past the conversion, in fp32.
+`expect_calls` takes a model's scaling at its conversion.  `tell_of_uncalled` is called
+before each step.  It warns once, before the first step of the model's weights, if their
+gradients come from code that ran past the conversion, in fp32.
 """
 
 from __future__ import annotations

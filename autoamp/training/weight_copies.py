@@ -164,7 +164,7 @@ class WeightCopies:
                 if copy.sentinel is None:
                     stale.append(Stale(copy, weight, watch, training))
                 else:
-                    copy.again = True
+                    copy.read_twice = True
             once = bool(stale) and all(each.is_needed_once for each in stale)
             if stale:
                 self.refreshed += len(stale)
@@ -302,7 +302,7 @@ def before_write(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _plan(weights: Sequence[torch.Tensor]) -> tuple[set[OnceAStep], list[int]]:
-    """What a write to `weights` is announced to: see `PLANS`."""
+    """The entry of `PLANS` for `weights`."""
     if len(PLANS) >= _MOST_PLANS:
         PLANS.clear()
     groups: set[OnceAStep] = set()
@@ -321,7 +321,7 @@ def _announce(weight: torch.Tensor) -> None:
     copies = copies_of(weight)
     for copy in copies:
         note_a_write(copy, weight)
-        copy.steps = 0 if copy.again else copy.steps + 1
+        copy.steps = 0 if copy.read_twice else copy.steps + 1
         if copy.sentinel is None:
             copy.chances = copy.chances or 1
         elif weight.requires_grad:
