@@ -7,8 +7,8 @@ A captured graph goes in, and the graph that is run comes out.
     first, each by itself.
  2. A chain of calls for which torch has one kernel becomes that kernel (`kernels`); a
     DTensor is handed over once for all its readers (`calls once`).
- 3. Of each value is found out: its dtype, the memory it shares, who writes to it,
-    whether a gradient flows through it, the module and line of its op (`facts`).
+ 3. The facts of each value are collected: its dtype, its storage, the ops that write to
+    it, whether a gradient flows through it, the module and line of its op (`facts`).
  4. The rules give each op a category: allow, deny, infer or clear.  An op is pinned to
     fp32 where its author, the user or its numbers ask for that, and where type
     promotion under `torch.autocast` would leave it in fp32: no value is rounded that
@@ -25,7 +25,7 @@ A captured graph goes in, and the graph that is run comes out.
     (`gathers`).
  9. In fp16 the gradients that enter the graph are multiplied by the loss scale, and
     those that leave it are divided by it and watched for infinities (`edge`).
-10. Calls are replaced by functions that compute the same, truer or faster, and
+10. Calls are replaced by functions that compute the same, more exactly or faster, and
     convolutions read the layout that is fastest (`attention` to `together`).
 11. The graph is given back as its caller needs it: with the model's calls on DTensors
     (`meshes`), and as code for eager PyTorch (`bindings`) or for a compiler (`for
@@ -107,8 +107,9 @@ class Pass:
         run: makes a new record of a record, which stays as it is; its docstring says
             what holds after the pass.
         phase: the part of the list.
-        check: raises where the pass broke its word; given the checks of this run, and
-            the records before and after.  A pass that edits no graph has none.
+        check: raises where the guarantee in the docstring of `run` does not hold; given
+            the checks of this run, and the records before and after.  A pass that edits
+            no graph has none.
         rounding: how the pass changes the rounding of numbers; "" where every number
             that the graph computes stays as it is.
         without: the report's words about a graph that goes without the pass.  Where the

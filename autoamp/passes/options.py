@@ -203,9 +203,6 @@ def _check_whole(rules: Rules, builtin: Rules, name: str) -> None:
 
     Rules that list every op that the built-in rules allow count as complete, even if
     they deny all of these ops.
-
-    Raises:
-        OptionError: the rules are not complete.
     """
     ours = set(builtin.names(Category.ALLOW))
     if ours & set(rules.names(Category.ALLOW)) or ours <= rules.table.keys():

@@ -1,4 +1,4 @@
-"""Runs the list of passes on a captured graph, checks each, and retreats where need be.
+"""Runs the list of passes on a captured graph, checks each, and retreats on failure.
 
 Three ways lead in: `rewrite_graph` and `rewrite_normalised` run the list up to the
 rewritten graph, `prepare` runs all of it and has the back end compile the result.
@@ -74,8 +74,8 @@ def rewrite_normalised(
     seconds: dict[str, float],
 ) -> Rewritten:
     """As `rewrite_graph`, of an ATen graph; adds the times to `seconds`."""
-    begun = _begun(normalised, options, low, setting, seconds)
-    return _settled(_run(begun, Phase.WRITE))
+    begun = _first_record(normalised, options, low, setting, seconds)
+    return _as_reported(_run(begun, Phase.WRITE))
 
 
 def placed_again(
@@ -95,7 +95,7 @@ def placed_again(
         seconds={},
     )
     chosen = [p for p in PASSES if p.phase in (Phase.DECIDE, Phase.WRITE)]
-    return _settled(_run(begun, Phase.WRITE, chosen, retries=0))
+    return _as_reported(_run(begun, Phase.WRITE, chosen, retries=0))
 
 
 def prepare(
@@ -130,7 +130,7 @@ def prepare(
     seconds: dict[str, float] = {}
     with _timed(seconds, "normalise"):
         normalised = normalise(gm, inputs)
-    begun = _begun(normalised, options, low, setting, seconds)
+    begun = _first_record(normalised, options, low, setting, seconds)
     work = _run(begun, Phase.PREPARE)
     assert work.rewritten is not None
     code = work.code or work.gm
@@ -202,12 +202,12 @@ def _run(
         # Reports show the graph with its casts, and none of the functions that come in
         # later.
         if each.phase is Phase.PREPARE and work.rewritten is None:
-            work = replace(work, rewritten=_settled(work))
+            work = replace(work, rewritten=_as_reported(work))
         # A retreat goes back to one of these records, which no pass changes.
         started[at] = work
         try:
             if each.name not in left_out:
-                work = _passed(each, work, checks)
+                work = _run_one(each, work, checks)
             at += 1
         except LeaveOut as told:
             left_out.add(told.name)
@@ -229,8 +229,8 @@ def _run(
     return work
 
 
-def _passed(each: Pass, work: Rewritten, checks: Checks) -> Rewritten:
-    """The record after one pass and its check, which names the nodes to be spared."""
+def _run_one(each: Pass, work: Rewritten, checks: Checks) -> Rewritten:
+    """Runs one pass and its check; after a failure again, without the nodes named."""
     left: tuple[str, ...] = ()
     if each.needs_memory:
         left = tuple(n.name for n in work.gm.graph.nodes if ON_MESH in n.meta)
@@ -263,8 +263,8 @@ def _passed(each: Pass, work: Rewritten, checks: Checks) -> Rewritten:
     return replace(now, left=frozenset(), notes=notes)
 
 
-def _settled(work: Rewritten) -> Rewritten:
-    """The record for reports, once the casts are in: it names all that stays fp32."""
+def _as_reported(work: Rewritten) -> Rewritten:
+    """The record that reports show: with the reason of each node that stays fp32."""
     untraced = {
         name: kept_for(CaptureError(f"tracing to ATen failed at {name}: {why}"))
         for name, why in work.before.meta.get(UNTRACED, {}).items()
@@ -273,14 +273,14 @@ def _settled(work: Rewritten) -> Rewritten:
     return replace(work, given_up=given_up)
 
 
-def _begun(
+def _first_record(
     normalised: Normalised,
     options: PassOptions,
     low: torch.dtype,
     setting: Setting,
     seconds: dict[str, float],
 ) -> Rewritten:
-    """The record of a graph whose sub-graphs have been rewritten already."""
+    """The first record of a graph, made after its sub-graphs have been rewritten."""
 
     def inner(body: Normalised) -> Rewritten:
         return rewrite_normalised(body, options, low, setting, seconds={})
@@ -305,15 +305,10 @@ def _rewrite_bodies(
     *,
     strict: bool,
 ) -> tuple[tuple[Rewritten, ...], dict[str, str]]:
-    """Rewrites sub-graphs, whose inputs and outputs stay fp32, and puts them in place.
+    """Rewrites sub-graphs in place: their records, and why calls of others stay fp32.
 
-    A sub-graph on which the passes fail stays fp32, and the graph round it is still
-    rewritten.  Returns the rewritten sub-graphs, and the reason for each call of a
-    sub-graph that stays fp32.
-
-    Args:
-        rewrite: runs the passes on a sub-graph, under the options of the graph around.
-        strict: whether a failing pass raises.
+    Inputs and outputs of a sub-graph stay fp32.  A sub-graph on which the passes fail
+    stays fp32 as a whole, and the graph around it is still rewritten.
     """
     found: list[Rewritten] = []
     left: dict[str, str] = {}

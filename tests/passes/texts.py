@@ -100,8 +100,8 @@ def texts(shown: Pass, example: Example) -> tuple[str, str, str]:
     work, checks = _captured(example), Checks()
     for each in PASSES:
         if each.phase is Phase.PREPARE and work.rewritten is None:
-            work = replace(work, rewritten=run._settled(work))
-        now = run._passed(each, work, checks)
+            work = replace(work, rewritten=run._as_reported(work))
+        now = run._run_one(each, work, checks)
         if each is shown:
             return text(work), text(now), "\n".join(_found(work, now))
         work = now
@@ -190,7 +190,7 @@ def _captured(example: Example) -> Rewritten:
         graph.output(graph.call_function(example.program, inputs))
         gm = fx.GraphModule({}, graph)
         normalised = normalise(gm, list(example.given.values()))
-    return run._begun(normalised, options, low, setting, {})
+    return run._first_record(normalised, options, low, setting, {})
 
 
 def _lies(example: Example, name: str, mesh: Any) -> Tensor:

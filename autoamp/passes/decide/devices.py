@@ -396,11 +396,7 @@ def _read_device(figures: Mapping[str, Any]) -> Device | None:
 
 
 def _read(value: Any, like: Any) -> Any:
-    """A figure of the kind of `like`.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is no such figure.
-    """
+    """A figure of the kind of `like`; any other value raises."""
     match like:
         case Rates():
             return Rates(

@@ -196,7 +196,7 @@ class Network:
         self.out[a][b] = self.into[b][a] = capacity
 
     def _copy(self, group: Group, to: tuple[str, int], price: int | None) -> None:
-        """A reader on one side pays for a copy of a value on the other side."""
+        """Adds the edges by which readers on the other side pay for a copy."""
         cost = self.never if price is None else price
         pairs: list[tuple[Node, Node, int]] = [
             (r, group.value, cost) for r in group.readers

@@ -323,7 +323,7 @@ class Pin:
         reason: gives the reason at a call, or None.
         origin: the origin of the verdicts that the pin makes.
         always: whether the pin holds also where TensorFlow's lists decide alone,
-            because torch, or the user's own word, leaves no choice.
+            because torch, or an option of the user's, leaves no choice.
         may_round: whether the backward alone needs fp32: the result may be rounded, and
             widens later ops no more than the result of an unpinned call.
     """

@@ -147,11 +147,12 @@ def _cast_groups(
 
 
 def _rounded_before_maxima(classified: Classified) -> list[tuple[str, str, str]]:
-    """What is low from an allow op up to `x - x.amax(-1, True)`, or stays fp32 with it.
+    """Constraints that hold `x - x.amax(-1, True)` and the makers of `x` together.
 
-    The maximum's gradient is less the sum of its row's gradients, so that those of a
-    bias before `x` add up to 0.  A cast up between the bias and the maximum would round
-    the gradients behind the sum, each for itself.
+    Each maker, back to an allow op, is low only if its reader is low.  The gradient of
+    the maximum is minus the sum of its row's gradients, so that the gradients of a bias
+    before `x` add up to 0.  A cast up between the bias and the maximum would round each
+    gradient by itself, and their sum would no longer be 0.
     """
     facts, verdicts = classified.facts, classified.verdicts
     is_free = [n for n, v in verdicts.items() if not v.pinned]

@@ -36,7 +36,7 @@ from autoamp.passes.see.nodes import (
 from autoamp.passes.see.regions import Regions
 
 FP32 = "<fp32>"
-"""Stands for the maker of a value that is fp32 whatever node makes it."""
+"""Stands for the producer of every value that is fp32 in either precision."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def _is_inexact(tensor: torch.Tensor) -> bool:
 
 
 class _Walk:
-    """One walk through a graph, in order, and what it has met."""
+    """One walk through a graph, in order, and the facts collected so far."""
 
     def __init__(
         self, gm: fx.GraphModule, device: str | None, low: torch.dtype
@@ -341,10 +341,10 @@ def typed_as(gm: fx.GraphModule) -> Mapping[str, str]:
     # line of source is all that tells which value was meant.
     order = {node: at for at, node in enumerate(gm.graph.nodes)}
     for node in gm.graph.nodes:
-        name = _asked(node)
+        name = _named_in_dtype(node)
         if not name:
             continue
-        values = {_beside(node, reader, name) for reader in _readers(node)}
+        values = {_other_operand(node, reader, name) for reader in _readers(node)}
         value = values.pop() if len(values) == 1 else None
         # The line has read the dtype of a value that was there already.
         if value is not None and order[value] < order[node]:
@@ -352,8 +352,8 @@ def typed_as(gm: fx.GraphModule) -> Mapping[str, str]:
     return found
 
 
-def _asked(node: fx.Node) -> str:
-    """The NAME of `dtype=NAME.dtype` in the line that made a new fp32 tensor, or ""."""
+def _named_in_dtype(node: fx.Node) -> str:
+    """The NAME of `dtype=NAME.dtype` in the line of a new fp32 tensor, or ""."""
     if not isinstance(node.target, compat.OpOverload) or node.all_input_nodes:
         return ""
     if base_name(node.target) not in family("factory"):
@@ -377,7 +377,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
-def _beside(made: fx.Node, reader: fx.Node, name: str) -> fx.Node | None:
+def _other_operand(made: fx.Node, reader: fx.Node, name: str) -> fx.Node | None:
     """The other value that a pointwise call reads, in a line of the same function."""
     target = reader.target
     if not isinstance(target, compat.OpOverload) or not is_pointwise(target):
@@ -413,9 +413,9 @@ def _is_high(node: fx.Node) -> bool:
 def keeps_state(node: fx.Node, low: torch.dtype) -> bool:
     """Whether a call on a CPU is a recurrent one that runs with its state in fp32.
 
-    All are, but for two that read their input in one direction: an RNN, the state of
-    which is a low product's result, and an LSTM that is one kernel of oneDNN's for each
-    layer, in training too; that kernel has neither projections nor fp16.
+    Two calls in one direction are exceptions: an RNN, whose state is the result of a
+    low product, and an LSTM for which torch calls one kernel of oneDNN per layer, which
+    is there for bf16 and without projections.
     """
     if node.target not in WITH_FP32_STATE:
         return False

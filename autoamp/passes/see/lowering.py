@@ -306,7 +306,7 @@ class _InPlace(fx.Interpreter):
 def _keep_identities_apart(
     result: Any, before: Sequence[tuple[torch.Tensor, Any]]
 ) -> Any:
-    """Gives a non-mutating op that returned its own argument a result of its own."""
+    """A result of its own for an op that wrote nothing and returned its argument."""
     if not isinstance(result, torch.Tensor):
         return result
     for tensor, proxy in before:

@@ -273,14 +273,11 @@ class OpCache:
         """A value of a call's arguments as something that can be compared.
 
         Args:
-            env: the values of nodes.
-            operands: the tensors met so far, each once; the tensors in `value` are
-                added.
+            operands: the tensors met so far, each once; those in `value` are added.
             any_shape: whether shapes and strides make no difference to the call.
 
         Raises:
-            TypeError: the value is of a kind that cannot be compared, or a tensor that
-                Dynamo has not made.
+            TypeError: no two such values can be compared.
         """
         if isinstance(value, fx.Node):
             value = env[value]
@@ -499,7 +496,7 @@ def _is_torchs(node: fx.Node) -> bool:
 
 
 def _share_parts(results: Sequence[Any]) -> None:
-    """Has a node with several results hold the same tensors as its elements do."""
+    """Puts the tensors of the elements into the `val` of the node that makes them."""
     for result in results:
         node = node_of(result)
         while node is not None and node.target is operator.getitem:

@@ -9,7 +9,7 @@ from torch import nn
 from autoamp import messages as progress
 from autoamp.passes.decide import devices
 from autoamp.passes.decide.cost import Prices
-from autoamp.passes.speeds import clock, prices, probes, speeds, store
+from autoamp.passes.speeds import clock, prices, speeds, store
 from autoamp.tools import tune
 
 AUTOCAST, FP32 = tune.AUTOCAST, tune.FP32
@@ -19,10 +19,10 @@ MeasuredPrices, Specimen = prices.MeasuredPrices, prices.Specimen
 op_specimen, replaced = prices.op_specimen, prices._replaced
 surely_less, described = clock.surely_less, clock.described
 FOLDER, Store = store.FOLDER, store.Store
-Probe = probes.Probe
+Probe = speeds.Probe
 told = progress.told
 
-__all__ = ["Prices", "devices", "probes", "speeds"]
+__all__ = ["Prices", "devices", "speeds"]
 
 
 def engine_of(model: nn.Module) -> Any:

@@ -21,15 +21,18 @@ import autoamp
 from autoamp.passes.decide.devices import Device, device_with, figures_of, roofline
 from autoamp.passes.speeds import speeds
 from autoamp.passes.speeds.clock import described
-from autoamp.passes.speeds.probes import SIZES, Probe, probes, work_of
 from autoamp.passes.speeds.speeds import (
+    SIZES,
     SWITCH,
     NoTimeError,
+    Probe,
     device_for,
     device_from,
     is_sane,
     measure_again,
     measured,
+    probes,
+    work_of,
 )
 from autoamp.passes.speeds.store import FOLDER
 
