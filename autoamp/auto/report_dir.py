@@ -122,12 +122,10 @@ def _named(code: str) -> str:
 
 
 def _new_folder(root: Path, name: str) -> Path:
-    """Creates a folder that no other run uses.
-
-    In a container every run may have the same host name and process id.
-    """
+    """Creates a folder that no other run uses."""
     root.mkdir(parents=True, exist_ok=True)
     while True:
+        # In a container every run may have the same host name and process id.
         with contextlib.suppress(FileExistsError):
             folder = root / f"{name}-{next(_number)}"
             folder.mkdir()

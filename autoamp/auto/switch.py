@@ -323,11 +323,8 @@ def _at_exit() -> None:
 
 
 def _disarm() -> None:
-    """Undoes `autoamp_autoload.autoload`, if `import torch` has called it.
-
-    `autoamp_autoload` is looked up and not imported, because it stands above this
-    package and imports it.
-    """
+    """Undoes `autoamp_autoload.autoload`, if `import torch` has called it."""
+    # It is looked up and not imported: it stands above this package and imports it.
     above: Any = sys.modules.get("autoamp_autoload")
     if above is not None:
         above.disarm()

@@ -332,12 +332,9 @@ def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> Any:  # noqa: N807
 
 
 def _copied_by_itself(model: nn.Module, memo: dict[int, Any]) -> Any:
-    """A converted copy made by the model's own `__deepcopy__`.
-
-    The model's own `__deepcopy__` may copy the `__dict__`, in which our `forward` would
-    run the original.  So our attributes are taken away during the copy.
-    """
+    """A converted copy made by the model's own `__deepcopy__`."""
     state: Conversion = model.__dict__[STATE]
+    # It may copy the `__dict__`, in which our `forward` is bound to the original.
     with _as_it_was(model):
         own: Any = model.__deepcopy__
         made = own(memo)

@@ -341,13 +341,12 @@ class Entry:
     ) -> Any:
         """Repeats a call in which Dynamo itself failed, with the model's own code.
 
-        A model that runs in fp32 must not fail because Dynamo fails, and an error of
-        the model must be raised by the model's own code.
-
         Raises:
             Exception: the error of the model's own code; where there is none, under
                 `strict`, Dynamo's error.
         """
+        # A model that runs in fp32 must not fail because Dynamo fails, and an error of
+        # the model must come with the traceback of the model's own code.
         try:
             result = self._as_written(model, *args, **kwargs)
         except Exception as own:
@@ -364,14 +363,7 @@ class Entry:
     def _in_region(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs the model's own code, as no rewritten graph can run: under autocast.
-
-        Code that is mostly Python runs in fp32, because values may leave it by other
-        ways than its result, and other code is not written for low ones.
-
-        In forward-mode AD it runs in fp32.  Torch gives the tangent of a low norm with
-        fp32 parameters another dtype than its result, at which the next product fails.
-        """
+        """Runs the model's own code, as no rewritten graph can run: under autocast."""
         engine = self.engine
         transforms = "of vmap or torch.func"
         is_transformed = compat.transforms_active()
@@ -385,10 +377,14 @@ class Entry:
         engine.record.calls += 1
         engine.record.aside += 1
         engine.record.scaling.ledger.note_called()
+        # Torch gives the tangent of a low norm with fp32 parameters another dtype than
+        # the norm's result, and the next product raises on the two dtypes.
         if compat.forward_mode():
             engine.record.note(_FORWARD_MODE)
             return self._as_written(model, *args, **kwargs)
         engine.record.note(instead + why)
+        # Values leave such code by other ways than its result, and their readers
+        # are not written for low precision.
         if self._is_python:
             return self._as_written(model, *args, **kwargs)
         # Nothing scales the loss in such a region: where gradients are recorded it is
@@ -411,11 +407,7 @@ class Entry:
             THREAD.engine, THREAD.as_written = outer
 
     def _bound(self, model: nn.Module) -> None:
-        """Has autocast stand in where no more of the model is to be captured.
-
-        The hooks of a FLOP counter stay for one call: calls of the model, or of the
-        copy it was made of, without hooks are captured anew.
-        """
+        """Has autocast stand in where no more of the model is to be captured."""
         if self.engine.computes_on_nested:
             self.leave_to_autocast("it computes on nested tensors")
         amount = self.engine.amount
@@ -423,6 +415,8 @@ class Entry:
         if not why or self._bounded:
             return
         with self._lock:
+            # The hooks of a FLOP counter stay for one call: calls without hooks are
+            # captured anew.
             self._only_hooked = compat.has_hooks(model)
             until = "; a call without hooks is captured" if self._only_hooked else ""
             self._is_python = amount.is_mostly_python
@@ -570,13 +564,10 @@ class Entry:
         return self.name, weakref.ref(self.owner), weakref.ref(function)
 
     def _start_afresh(self) -> None:
-        """Compiles the code anew, at most until `_MOST_COMPILATIONS` are made.
-
-        Dynamo never looks again at code that it once refused: without new code, one
-        call under a FlopCounterMode would leave the model in fp32 for good.  At the
-        recompile limit nothing is compiled, because new code would only reach the limit
-        again.
-        """
+        """Compiles the code anew, at most until `_MOST_COMPILATIONS` are made."""
+        # Dynamo never looks again at code that it once refused: without new code, one
+        # call under a FlopCounterMode would leave the model in fp32 for good.  At the
+        # recompile limit new code would only reach the limit again.
         if self._compilations < _MOST_COMPILATIONS and not self.has_many:
             self._compile()
             self._modes.clear()

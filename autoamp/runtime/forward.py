@@ -242,10 +242,7 @@ def make_method(owner: type[nn.Module], name: str) -> Callable[..., Any]:
 
 
 def _keep_bound_signature(forward: Any, existing: Callable[..., Any]) -> None:
-    """Gives `forward` the signature of `existing` with a first parameter added.
-
-    `existing` is bound, so it has no `self` for a `MethodType` to take away.
-    """
+    """Gives `forward` the signature of `existing` with a first parameter added."""
     # `inspect.signature` would follow `__wrapped__`, which is bound, and drop the first
     # real parameter as `self`.
     del forward.__wrapped__
@@ -256,6 +253,7 @@ def _keep_bound_signature(forward: Any, existing: Callable[..., Any]) -> None:
     name = "_model"
     while name in signature.parameters:
         name = f"_{name}"
+    # `existing` is bound, and has no `self` for a `MethodType` to take away.
     first = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
     forward.__signature__ = signature.replace(
         parameters=[first, *signature.parameters.values()]

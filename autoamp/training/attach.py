@@ -400,14 +400,11 @@ def inputs_of_run(
 
 
 def _meet_optimizers(scaling: ModelScaling, weights: Sequence[torch.Tensor]) -> None:
-    """Finds the optimizers that hold `weights`, and GradScalers, before the first run.
-
-    A GradScaler may be about to scale this model's loss, and the first gradients of a
-    loss that is scaled twice would overflow.  So the GradScalers are looked at again
-    before a backward, unless the user has asked for a loss scale of ours.
-    """
+    """Finds GradScalers, and the optimizers of `weights`, before the first run."""
     optimizers, scalers = compat.optimizers_and_scalers()
     if not scaling.asked:
+        # One of them may be about to scale this model's loss.  The first gradients of a
+        # loss that is scaled twice would overflow, so a backward looks at them again.
         scaling.ledger.note_scalers(scalers)
     ids = {id(weight) for weight in weights}
     for optimizer in optimizers:
@@ -509,11 +506,6 @@ def _first_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Judges a step that began when its optimizer had no boundary.
 
-    Such a step cannot be stopped any more, but its arguments can be changed, the
-    optimizer among them: a step to be skipped is made to step an optimizer that holds
-    no weights.  Where there is a closure, all of the model's first iteration may be
-    inside the closure.
-
     Returns:
         The changed arguments, with the optimizer, or None.
     """
@@ -521,6 +513,7 @@ def _first_step(
     writes = closure is not None and not closures.evaluates_first(optimizer)
     params = params_of(optimizer)
     if closure and not (writes and closures.has_gradients(optimizer)):
+        # The whole first iteration of the model may be inside the closure.
         _, args, kwargs = evaluated(args, kwargs, params if writes else ())
     owners = _owners(optimizer, params)
     evidence = gather(params, -1)
@@ -535,6 +528,8 @@ def _first_step(
         if not many and judge(boundary, begun=True)[0] is Way.SKIP:
             # A skipped step fires no hook, and this one has begun to fire them.
             _hold_hooks_once(optimizer)
+            # A step that has begun cannot be stopped, but its arguments can be changed:
+            # it steps an optimizer that holds no weights.
             return (_without_weights(optimizer), *args), kwargs
         if many or writes:
             args, kwargs = closures.first_step(boundary, args, kwargs)
@@ -564,19 +559,16 @@ def _without_weights(optimizer: Optimizer) -> Optimizer:
 
 
 def _hold_hooks_once(optimizer: Any) -> None:
-    """Keeps the optimizer's own hooks from this one step, which is skipped.
-
-    The hooks before the step are about to be read from their dictionary, so that
-    dictionary is emptied; the hooks after the step are looked up later, so those are
-    replaced.
-    """
+    """Keeps the optimizer's own hooks from this one step, which is skipped."""
     before, after = compat.step_hooks(optimizer)
     held = dict(before)
+    # Torch is about to read the hooks from this very dictionary, so it is emptied.
     before.clear()
 
     def restore(*_: Any) -> None:
         before.update(held)
         compat.set_hooks_after_step(optimizer, after)
 
+    # Torch looks the hooks after a step up later, so the dictionary is replaced.
     only: OrderedDict[int, Callable[..., None]] = OrderedDict({0: restore})
     compat.set_hooks_after_step(optimizer, only)

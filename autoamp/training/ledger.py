@@ -265,13 +265,7 @@ class Backwards:
             run.begin()
 
     def _throw_away_older(self, run: GraphRun, leaves: Sequence[torch.Tensor]) -> None:
-        """Notes which gradients of earlier backwards are gone as `run` starts afresh.
-
-        Only some of those gradients may be gone: one of two optimizers zeroes its own.
-        Each gradient is looked at where the host knows of an overflow; where a flag is
-        on a device, the first gradient stands for all of them once every optimizer has
-        read the flag.
-        """
+        """Notes which gradients of earlier backwards are gone as `run` begins."""
         afresh = bool(leaves) and leaves[0].grad is None
         for other in self.runs if afresh else self.runs[-KEPT:]:
             if other.clean or other.backward_id == run.backward_id or other.voided:
@@ -280,6 +274,7 @@ class Backwards:
             if not same and not other.may_touch(run.leaves.known):
                 continue
             if other.overflowed_on_host:
+                # One of two optimizers may have zeroed its own gradients alone.
                 other.throw_away(leaves, in_place=True)
                 continue
             first = (
@@ -287,6 +282,8 @@ class Backwards:
             )
             if not first or first[0].grad is not None:
                 continue
+            # Of a flag on a device nobody knows whether it is set: once every optimizer
+            # has read it, the first gradient stands for all.
             if other.number <= self._read:
                 other.gone = other.leaves.known
             else:

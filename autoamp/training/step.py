@@ -362,26 +362,24 @@ def _found_inf(
 ) -> torch.Tensor:
     """One fp32 element, 1 where this rank sees an overflow in gradients of `params`.
 
-    The flags of the live runs tell, because the gradients may have changed since:
-    clipping by value turns infinities into ones.  The gradients themselves are only
-    looked at where they may still hold an overflow of a skipped step (`doubt`), of a
-    run that is voided or passed gradients on, or of other ranks, whose gradients the
-    script reduced by itself, or that a communication hook has compressed.
-
-    Where the step is `guarded`, gradients that no live run has filled, of which no flag
-    tells, are looked at too: all of them, where graphs are not scaled.
-
-    In `join()` the gradients alone tell: they are equal on the ranks that still step.
+    Args:
+        doubt: whether gradients of a skipped step may still be there.
+        guarded: whether gradients of which no flag tells are looked at too.
     """
-    if team.is_joining:
+    if team.is_joining:  # gradients are equal on the ranks that still step
         return not_finite(p.grad for p in params if p.grad is not None)
-    # Copies, because a later backward may write to the flags of a run.
+    # Flags come before gradients, which may have changed since the backward: clipping
+    # by value turns an infinity into a one.  The flags are copied, because a later
+    # backward may write to them.
     flags = [flag.clone() for run in evidence.live for flag in run.found_inf]
     unclear = [*evidence.doubtful, *evidence.elsewhere]
     past = [flag for run in unclear for flag in run.found_inf]
     # A flag on a device is not read here, since the host would wait: gradients that it
     # may be about are looked at instead, on the device.
     on_host = all(flag.device.type == "cpu" for flag in past)
+    # The gradients themselves are read only where no flag tells all: an overflow may be
+    # left from a skipped step, have been passed on, or come from another rank, whose
+    # gradients the script reduced, or a communication hook compressed.
     if (
         doubt
         or evidence.sharded
@@ -465,8 +463,7 @@ def _reduced(
 ) -> tuple[torch.Tensor, Sizes]:
     """The largest flag and sizes of all ranks, by one reduction of one small vector.
 
-    The same reduction makes the loss scales equal.  A loss scale takes the lowest of
-    the ranks' values, if it has come to differ: after uneven inputs, say.
+    The same reduction makes the loss scales equal.
     """
     team, sizes = reading.team, reading.sizes
     rows = [_row(scale, sizes) for scale in scales]
@@ -495,6 +492,7 @@ def _reduced(
         scales, ours[1:].split(3), agreed[1:].split(3), strict=False
     ):
         if not (known and torch.equal(mine[:2], other[:2])):
+            # After uneven inputs, say, the scales differ: the lowest is safe for all.
             scale.set_agreed(-other[0], -other[1])
         if (
             id(scale) in sizes and scale.wants_size
@@ -543,11 +541,7 @@ def decide(
 
 
 def _takes_flag(optimizer: Optimizer, flag: torch.Tensor) -> bool:
-    """Whether a step can be skipped by the optimizer's kernel, without a wait.
-
-    The first step cannot: fused SGD would keep a momentum buffer that it has not
-    initialised.
-    """
+    """Whether a step can be skipped by the optimizer's kernel, without a wait."""
     if free_to_read(flag):
         return False
     groups = [g for g in optimizer.param_groups if g["params"]]

@@ -183,13 +183,10 @@ class WeightCopies:
         return lows
 
     def _find(self, weight: torch.Tensor, layout: torch.memory_format) -> Copy:
-        """The copy of a weight; a new copy where the weight has none of its layout.
-
-        The copy may have been made for a freed weight that had the same `id`.  This
-        does no harm: a copy without a sentinel is refreshed, and a sentinel is valid
-        for one address only.
-        """
+        """The copy of a weight; a new copy where the weight has none of its layout."""
         store, key = COPIES[self.low], key_of(weight, layout)
+        # The copy of a freed weight that had the same `id` does no harm: a copy without
+        # a sentinel is refreshed, and a sentinel is valid for one address only.
         copy = store.get(key)
         # `p.data = other` may change shape, strides or device of the same object.
         if copy is None or not _is_laid_out(copy.low, weight, layout):
