@@ -43,6 +43,7 @@ class _Read:
         # A constant for Dynamo, which then reads no more of this function.
         if torch.compiler.is_dynamo_compiling():
             return
+        # By `id`: nothing is written on the module, and nothing keeps it alive.
         told = _WATCHED.get(id(module))
         if told is not None and module is not None:
             _tell(told, module, frame_callback() is None)
@@ -70,6 +71,8 @@ def watch_calls(inside: Iterable[int], around: int, told: Listener) -> None:
     known = dict.fromkeys(inside, told)
     _WATCHED.update(known)
     _GROWING.update(known | {around: told})
+    # Where another tool has put something there, or torch has no such attribute, the
+    # class is left alone.
     if vars(nn.Module).get(_NAME, _READ) is None:
         setattr(nn.Module, _NAME, _READ)
     if not _HOOK:

@@ -47,6 +47,7 @@ def runs_one_kernel(*given: Any, scale: float | None) -> bool:
     Args:
         given: query, key, value, mask, dropout and whether a query sees no later keys.
     """
+    # Torch's own choice is asked for: it looks at dtypes, strides, masks and settings.
     return int(torch._fused_sdp_choice(*given, scale=scale)) == _FLASH
 
 

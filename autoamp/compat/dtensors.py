@@ -94,6 +94,7 @@ def traffic(name: str, before: Any, after: Any) -> tuple[bool, bool, bool]:
     pairs = zip(before.placements, made, strict=True)
     changed = [(a, b) for a, b in pairs if a != b]
     sends = any(not a.is_replicate() for a, _ in changed)
+    # Only a gather moves elements and leaves them as they are: a cast commutes with it.
     gathers = all(a.is_shard() and b.is_replicate() for a, b in changed)
     return sends, bool(changed), name == "redistribute" and bool(changed) and gathers
 
@@ -137,6 +138,7 @@ def scattered_sum(
     local, ranks, dim = own_memory(grad), int(grad.device_mesh.size(along)), shard.dim
     if type(shard).__name__ != "Shard" or local.shape[dim] % ranks:
         return None
+    # `all_to_all_single` cuts dimension 0 of one block of memory.
     parts = local.movedim(dim, 0).contiguous()
     theirs = torch.empty_like(parts)
     try:
@@ -148,6 +150,7 @@ def scattered_sum(
             raise
         return None
     each = theirs.view(ranks, parts.shape[0] // ranks, *parts.shape[1:])
+    # The summands are low, as they were sent; only the sum has more digits.
     summed = each.sum(0, dtype=dtype).movedim(0, dim).contiguous()
     return _like(grad, summed, tuple(placements))
 
@@ -160,7 +163,7 @@ def _like(given: Any, memory: torch.Tensor, placements: Any) -> torch.Tensor:
         memory,
         given.device_mesh,
         placements,
-        run_check=False,
+        run_check=False,  # a check is a broadcast among the ranks
         shape=given.shape,
         stride=given.stride(),
     )

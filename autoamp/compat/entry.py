@@ -273,13 +273,11 @@ class _Frames:
                 )
 
     def _uncounted(self, code: types.CodeType) -> int:
-        """How many graphs of `code` do not count for the recompile limit.
-
-        Graphs of other backends; one for each further block of a model, where blocks of
-        several sizes share one code object after a graph break; one for each thread
-        that waited while another made the same graph.
-        """
+        """How many graphs of `code` do not count for the recompile limit."""
+        # Models that share a code object have graphs of other backends in its cache.
         others = sum(each.backend is not self._backend for each in entries_of(code))
+        # Blocks of several sizes share one code object after a graph break, and threads
+        # that waited while another made the same graph add one each.
         return others + max(len(self._modules[code]) - 1, 0) + self._raced[code]
 
     def _left(

@@ -84,6 +84,7 @@ def casts_gradients() -> bool:
         with on_real_numbers(), torch.enable_grad():
             one = torch.ones(1, dtype=torch.float32, device="cpu", requires_grad=True)
             low = torch.ones(1, dtype=torch.bfloat16, device="cpu")
+            # A sum of ones in bf16 stops at 256.
             uses = [seen_as(one, low) for _ in range(300)]
             (grad,) = torch.autograd.grad(uses, one, [low] * 300)
             return grad.dtype == torch.float32 and grad.item() == 300
@@ -100,6 +101,7 @@ def seen_as(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     Args:
         copy: of the shape and strides of `tensor`, in another dtype.
     """
+    # The node of the view has noted the dtype of `tensor`; its memory is the copy's.
     use = tensor.view_as(tensor)
     use.data = copy
     return use
@@ -132,7 +134,6 @@ def check_finite(grad: torch.Tensor, found_inf: torch.Tensor) -> None:
 def numbers_of(grad: torch.Tensor) -> torch.Tensor:
     """The numbers of a gradient, which may be sparse, as a dense tensor.
 
-    Duplicates are summed first, as an optimizer will, because the sum may overflow too.
     For a DTensor only this rank's own part is given.
     """
     if type(grad) is not torch.Tensor and hasattr(grad, "to_local"):
@@ -140,6 +141,7 @@ def numbers_of(grad: torch.Tensor) -> torch.Tensor:
     if grad.layout == torch.strided:
         return grad
     if grad.layout == torch.sparse_coo:
+        # Duplicates are summed, as an optimizer will: their sum may overflow too.
         return grad.coalesce().values()
     return grad.values()
 
@@ -147,16 +149,13 @@ def numbers_of(grad: torch.Tensor) -> torch.Tensor:
 def any_not_finite(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """One fp32 element, 1 where any of `grads`, all on one device, is not finite.
 
-    The gradients may have any dtype and any layout, and nothing is written to them.  On
-    a CPU their sums are looked at first: a finite sum has finite terms only, and a sum
-    takes a fifteenth of the time of `isfinite`.  Small gradients have one sum together.
-    A sum of finite terms may overflow, so that a sum that is not finite has its terms
-    looked at.  On other devices the largest magnitudes are taken, which cannot
-    overflow, and nothing waits for the device.
+    The gradients may have any dtype and any layout, and nothing is written to them.
+    Nothing waits for a device.
     """
     device = grads[0].device
     if device.type == "cpu" and sum(map(torch.Tensor.numel, grads)) <= _SMALL:
         parts = grads if all(map(_is_plain, grads)) else [*map(numbers_of, grads)]
+        # A finite sum has finite terms only, and small gradients have one sum together.
         together = torch.cat([*map(torch.Tensor.flatten, parts)])
         if math.isfinite(abs(together.sum().item())):
             return clear_flag(device)
@@ -174,10 +173,13 @@ def _looked_at(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
     if not parts:
         return clear_flag(device)
     if device.type != "cpu":
+        # Largest magnitudes cannot overflow, as sums can; `item()` would wait.
         magnitudes = torch._foreach_norm(parts, math.inf)
         largest = torch.stack([each.float() for each in magnitudes])
         return (~largest.isfinite()).any().float().reshape(1)
     for part in parts:
+        # A sum takes a fifteenth of the time of `isfinite` on a CPU; finite terms may
+        # overflow in it, so that one that is not finite has its terms looked at.
         if not math.isfinite(abs(part.sum().item())):
             found = clear_flag(device)
             check_finite(part, found)
@@ -203,6 +205,7 @@ def accumulate_in(param: torch.Tensor, dtype: torch.dtype) -> None:
 
     From now on `param.grad` has that dtype; a `param.grad` that exists is cast.
     """
+    # Torch refuses a `grad_dtype` other than that of a gradient which is there.
     grad, param.grad = param.grad, None
     param.grad_dtype = dtype
     param.grad = None if grad is None else grad.to(dtype)
@@ -228,9 +231,9 @@ def optimizers_and_scalers() -> tuple[
     """Every optimizer there is, and every GradScaler that is switched on.
 
     The search looks at all objects of the process, which takes tens of milliseconds.
-    (It compares types, because `isinstance` raises on a dead weak proxy.)
     """
     optimizers, scalers = [], []
+    # By type: `isinstance` raises ReferenceError on a dead weak proxy.
     for each in gc.get_objects():
         if issubclass(type(each), torch.optim.Optimizer):
             optimizers.append(each)
@@ -246,6 +249,7 @@ def models_of_weights(params: Iterable[torch.Tensor]) -> list[nn.Module]:
     """
     ids = {id(p) for p in params}
     modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
+    # By `__dict__`: an object met before `nn.Module.__init__` has run has none.
     inside = {
         id(part)
         for each in modules

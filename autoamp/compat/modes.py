@@ -76,12 +76,9 @@ def autocast_state(
 
 @contextlib.contextmanager
 def in_autocast(state: AutocastState) -> Iterator[None]:
-    """A region of autocast that no trace records.
-
-    The region caches no cast, because a cached cast would outlive the fake tensor it
-    was made of.
-    """
+    """A region of autocast that no trace records."""
     before, cached = _region(state.device), torch.is_autocast_cache_enabled()
+    # A cached cast would outlive the fake tensor that it was made of.
     torch.set_autocast_cache_enabled(False)
     _set_region(state.device, state.enabled, state.dtype)
     try:
@@ -161,7 +158,7 @@ def _set_autocast(state: tuple[Any, ...]) -> None:
         torch.autocast_decrement_nesting()
     for _ in range(nesting - autocast_nesting()):
         torch.autocast_increment_nesting()
-    if not nesting:
+    if not nesting:  # as torch does when the outermost region ends
         torch.clear_autocast_cache()
 
 

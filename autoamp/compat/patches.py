@@ -204,11 +204,7 @@ def traced_in_widening(node: fx.Node) -> bool:
 
 
 def _followed(dtype_of: DtypeOf) -> Callable[..., Any]:
-    """Dynamo's `call_apply`, which traces such a Function as autocast runs it.
-
-    A Function that cannot be traced so is traced as it is: Dynamo begins the frame
-    again.
-    """
+    """Dynamo's `call_apply`, which traces such a Function as autocast runs it."""
     original: Any = AutogradFunctionVariable.call_apply
     failed: set[Any] = set()
 
@@ -229,6 +225,7 @@ def _followed(dtype_of: DtypeOf) -> Callable[..., Any]:
             raise
         except Exception as error:  # noqa: BLE001 (any: the Function fails so)
             cause = error
+        # Dynamo begins the frame again, and traces the Function as it is.
         failed.add(function)
         tx.speculation_log.clear()  # the frame goes another way the next time
         raise RestartAnalysis(

@@ -193,6 +193,7 @@ def _on_the_mesh(old: fx.Node, new: fx.Node) -> tuple[Call, Call]:
     inputs = old.graph.find_nodes(op="placeholder")
 
     def given(value: Any) -> Any:
+        # An argument that is an input of the graph is noted by its position.
         position = getattr(value, "position", None)
         return value if position is None else inputs[position]
 
@@ -222,6 +223,7 @@ LAYOUTS = May(frozenset({laid_out}))
 TOGETHER = May(groups=True, rewrite=_out_of_a_group)
 ON_MESHES = May(rewrite=_on_the_mesh)
 BINDINGS = May(rewrite=_any_function)
+# Inductor gets a second cast of a result, of a view with another shape: `RESHAPES`.
 COMPILERS = May(
     USES | CASTS | RESHAPES,
     rename={

@@ -284,12 +284,7 @@ def _forward(  # noqa: PLR0917 - as its schema
     kinds: Sequence[int],
     numbers: Sequence[float],
 ) -> Tensor:
-    """Attention as it was written: by the kernel where the kernel computes just that.
-
-    The kernel hides the scores that the model fills with a number.  The result is the
-    same if in every row the filled scores are so far below the others that their weight
-    is 0 in fp32; the kernel's own logarithms of the sums tell whether they are.
-    """
+    """Attention as it was written: by torch's kernel where the two are the same."""
     assert _KERNELS is not None
     steps = steps_of(tensors, kinds, numbers)
     given = for_kernel(steps, query, key.shape[2])
@@ -299,6 +294,9 @@ def _forward(  # noqa: PLR0917 - as its schema
         *rows, 0.0, given.is_causal, attn_mask=given.mask, scale=given.scale
     )
     made = torch.empty_like(query)
+    # The kernel hides the scores that the model fills with a number.  The result is the
+    # same if in every row the filled scores are so far below the others that their
+    # weight is 0 in fp32, which the kernel's logsumexp tells.
     if _computes_as_written(given, sums, key.shape[2]):
         # A dimension of size 1 may have another stride than `_like_query` promised.
         same = result.stride() == made.stride()

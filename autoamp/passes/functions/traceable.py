@@ -36,13 +36,11 @@ from autoamp.passes.functions.edge import (
 
 
 def _gradient(grad: Tensor, factor: Tensor, found_inf: Tensor | None) -> Tensor:
-    """`grad` times `factor`; one that leaves is checked, with NaN for infinities.
-
-    `edge` leaves infinities in the gradient of a leaf, but a compiler cannot tell which
-    inputs are leaves.
-    """
+    """`grad` times `factor`; one that leaves is checked, with NaN for infinities."""
     if found_inf is None:
         return scaled(grad, factor)
+    # `edge` leaves infinities in the gradient of a leaf, but a compiler cannot tell
+    # which inputs are leaves.
     return infinities_as_nan(plainly_unscaled(grad, factor, found_inf))
 
 

@@ -294,11 +294,7 @@ def written_attention(graph: fx.Graph) -> Iterator[WrittenAttention]:
 
 
 def _trained(graph: fx.Graph) -> set[fx.Node]:
-    """The float values that a gradient may flow through.
-
-    A gradient flows through all values of a storage into which a trained value was
-    written, under whatever name.
-    """
+    """The float values that a gradient may flow through."""
     found: set[fx.Node] = set()
     storages: set[int] = set()
     while True:
@@ -313,6 +309,8 @@ def _trained(graph: fx.Graph) -> set[fx.Node]:
             elif _is_trained(node, found):
                 found.add(node)
                 is_op = isinstance(node.target, compat.OpOverload)
+                # A gradient flows through all values of a storage into which a trained
+                # value was written, under whatever name.
                 if is_tensor and is_op and mutates(node.target):
                     storages.add(compat.storage_id(value))
         # Again until no storage is new: a write makes earlier names of its storage
@@ -493,11 +491,7 @@ def replaceable(graph: fx.Graph, allowed: Allowed) -> list[WrittenAttention]:
 
 
 def _may_be_one(graph: fx.Graph, found: WrittenAttention) -> bool:
-    """Whether no change of mode, and no write to an operand, lies between the calls.
-
-    Numbers that are added may not be written to later either: a sum does not keep them
-    for its backward, and the one call does.
-    """
+    """Whether no change of mode, and no write to an operand, lies between the calls."""
     own = set(found.nodes)
     read = {n for node in found.nodes for n in node.all_input_nodes} - own
     storages = _storages(read)
@@ -512,6 +506,8 @@ def _may_be_one(graph: fx.Graph, found: WrittenAttention) -> bool:
     # The one call reads its operands at the place of the last of the calls.
     if any(parts(node) for node in order[first:last] if node not in own):
         return False
+    # Numbers that are added may not be written to later either: a sum does not keep
+    # them for its backward, and the one call does.
     added = [s.tensor for s in found.steps if s.kind is Kind.ADD and s.tensor]
     kept = _storages(added)
     later = (written_values(node) for node in order[last:])

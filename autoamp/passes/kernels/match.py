@@ -110,11 +110,9 @@ class Allowed:
     in_regions: Collection[fx.Node] = ()
 
     def takes(self, calls: Sequence[fx.Node]) -> bool:
-        """Whether a kernel may take the place of `calls`.
-
-        A rule of the user's about `tanh` is about each `tanh`, so that none may vanish
-        in a kernel; a module that stays fp32 stays as it is.
-        """
+        """Whether a kernel may take the place of `calls`."""
+        # A rule of the user's about `tanh` is about each `tanh`, so that none may
+        # vanish in a kernel.  A module that stays fp32 stays as it is.
         return not any(
             self.rules.lookup(node.target) != self.built_in.lookup(node.target)
             or kept_by(self.keep, module_paths(node))
@@ -167,6 +165,7 @@ def number_of(value: Any) -> float | None:
             return None
         found = constant(value)
         return None if found is None else float(found)
+    # A bool is an int to Python, and no factor.
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number else None
 
@@ -238,6 +237,7 @@ def calls_from_sizes(made: fx.Node) -> list[fx.Node] | None:
 
 def _are_written(nodes: Collection[fx.Node]) -> bool:
     """Whether a call writes to one of the values, under this or another name."""
+    # By storage: a write to a view of the value counts as well.
     own = {compat.storage_id(node.meta["val"]) for node in nodes}
     seen, todo = {*nodes}, [*nodes]
     while todo:

@@ -23,8 +23,6 @@ from autoamp.passes.kernels.algebra import (
     frozen,
 )
 
-_HALF = Fraction(1, 2)
-
 
 def exp(value: Form) -> Form:
     """`exp(a + b)` is `exp(a) exp(b)`, and `exp(2 log(a))` is `a * a`."""

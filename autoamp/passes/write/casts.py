@@ -168,10 +168,10 @@ class _Emitter:
 
         A cast lays a tensor out anew, without gaps.  On the cast `reshape` could give a
         view instead of a copy, and a write to the view would reach every reader of the
-        cast.  The results of `unbind` and its kin are never copies.
+        cast.
         """
         if not isinstance(node.meta["val"], torch.Tensor):
-            return False
+            return False  # the results of `unbind` and its kin are never copies
         apart = self.facts.mutated | {
             self.facts.nodes[v].storage for v in self.facts.returned
         }

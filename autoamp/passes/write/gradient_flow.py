@@ -141,8 +141,7 @@ class GraphFlow:
         """The nodes that a gradient may flow into, and the storages it flows through.
 
         The result holds more than the facts do: a tensor that is written to, directly
-        or through a view, needs a gradient from then on; a tensor that is written to
-        under `no_grad` needs one if it did before.
+        or through a view, needs a gradient from then on.
         """
         names: set[str] = set()
         storages: set[int] = set()

@@ -200,12 +200,7 @@ class _Scaling:
         return count > 1
 
     def _connect(self) -> None:
-        """Makes readers of an outside tensor read it as it is after its last write.
-
-        The gradient of a result is the caller's, a true gradient, whichever reader adds
-        to it: so a reader inside the graph reads an unscaled alias of the result.
-        Readers before the last write read the earlier value, not the result.
-        """
+        """Makes readers of an outside tensor read it as it is after its last write."""
         for value in sorted(self.outside, key=self.order.__getitem__):
             if value not in self.now:
                 self._follow(value)
@@ -220,7 +215,10 @@ class _Scaling:
                 continue
             last = self.flow.last_write(value)
             readers = {u: None for n in names for u in n.users}
+            # Readers before the last write read the earlier value, not the result.
             late = [u for u in readers if self.order.get(u, -1) > last]
+            # The gradient of a result is the caller's, a true one, whichever reader
+            # adds to it: a reader inside the graph reads an unscaled alias.
             inner = [u for u in late if self._inside(u, value)]
             self._redirect(now, inner, [now, *names])
 
