@@ -142,6 +142,7 @@ class Rewritten:
         """The graph with its fake mode, as tracing gives it."""
         return Normalised(self.gm, self.inputs, self.fake_mode)
 
+    # `cached_property` writes to `__dict__`, which a frozen dataclass permits.
     @functools.cached_property  # thirty models that share a graph each ask
     def sums(self) -> Sums:
         """The counts of this graph and its bodies together."""

@@ -340,6 +340,7 @@ def _op_rows(section: Section) -> Iterator[OpRow]:
     for name, decision in assignment.decisions.items():
         node, fact = section.before[name], rewritten.facts.nodes[name]
         reason, heading = _reason(section, decision)
+        # Kernels that come in after the casts are known to the running graph alone.
         chain = fact.chain or ready.get(name)
         high, low = assignment.prices.ops[name]
         is_allow = verdicts[name].category is Category.ALLOW
@@ -391,6 +392,8 @@ def _bytes_moved(rewritten: Rewritten, fact: NodeFacts) -> int:
 
 
 def _cast_rows(section: Section) -> Iterator[CastRow]:
+    # Two graphs: the record has the casts that clean-up left; only the running graph
+    # tells which of them run at each call.
     kept = {n.name: n for n in section.rewritten.gm.graph.nodes}
     running = {n.name: n for n in section.gm.graph.nodes}
     facts = section.rewritten.facts

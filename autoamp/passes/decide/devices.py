@@ -66,6 +66,8 @@ def _cpu_here(_: torch.device, low: torch.dtype) -> str:
 KINDS = {
     "cpu": Kind(without_units=0.25, model_here=_cpu_here),
     "cuda": Kind(
+        # As under autocast: GPUs before Ampere multiply in fp16 and have no units for
+        # bf16.
         usual_dtype=torch.float16,
         is_asynchronous=True,
         has_tf32=True,

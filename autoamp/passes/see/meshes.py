@@ -226,6 +226,7 @@ def _size(size: Any, value: torch.Tensor, at: int, n: fx.Node) -> Any:
         one, other = compat.hint(size), compat.hint(given)
         # Each rank's part put together, or a part of the whole.
         made = given * (one // other) if one >= other else given // (other // one)
+        # Expressions are compared, since a comparison of sizes would set a guard.
         if made.node.expr == size.node.expr:
             return made
     raise CaptureError(f"{n.name}: a size of its result, {size}, is not one of its own")

@@ -72,6 +72,7 @@ class Regions:
             return contextlib.nullcontext()
         stack = contextlib.ExitStack()
         for region in self.inside:
+            # Made once for each region, which is entered anew for each of its nodes.
             if region not in self._states:
                 self._states[region] = compat.autocast_state(*region[:3])
             stack.enter_context(compat.in_autocast(self._states[region]))

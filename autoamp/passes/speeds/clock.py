@@ -62,6 +62,7 @@ def _clocks(device: torch.device) -> list[str]:
 
 @functools.cache
 def _cpu_model() -> str:
+    # On Linux `platform.processor()` is empty, or names the architecture alone.
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -115,5 +116,7 @@ def surely_less(mine: Sequence[float], others: Sequence[float]) -> bool:
     """
     less = sum(a < b for a, b in zip(mine, others, strict=True))
     rounds = len(mine)
+    # The upper tail of a binomial distribution: without a difference each round is a fair
+    # coin.
     ways = sum(math.comb(rounds, k) for k in range(less, rounds + 1))
     return bool(ways / 2**rounds <= _CHANCE)
