@@ -116,7 +116,7 @@ def surely_less(mine: Sequence[float], others: Sequence[float]) -> bool:
     """
     less = sum(a < b for a, b in zip(mine, others, strict=True))
     rounds = len(mine)
-    # The upper tail of a binomial distribution: without a difference each round is a fair
-    # coin.
+    # The upper tail of a binomial distribution: without a difference each round is a
+    # fair coin.
     ways = sum(math.comb(rounds, k) for k in range(less, rounds + 1))
     return bool(ways / 2**rounds <= _CHANCE)
