@@ -280,6 +280,8 @@ def rewrite(
             raise unfitting(pattern, paths, "the graph")
     low = choose_graph_precision(gm, example_inputs, chosen)
     rewritten = rewrite_graph(gm, example_inputs, chosen, low).gm
+    # The fake modes of the trace hold weak references to the weights, and
+    # `torch.utils.swap_tensors` refuses a tensor that has one.
     compat.forget_inputs(rewritten)
     return rewritten
 
@@ -330,6 +332,7 @@ def export(
         >>> {name: weight.dtype for name, weight in program.state_dict.items()}
         {'weight': torch.bfloat16, 'bias': torch.bfloat16}
     """
+    # A lock holds an exported program to its placement as it holds a model.
     refused = sorted(options.keys() & {*FOR_MODELS - {"lock"}, *_COMPILED})
     if refused:
         raise OptionError(
@@ -423,6 +426,7 @@ def _convert(
     # The boundaries come first: an optimizer that was loaded with a state that does not
     # fit raises before anything of the model is changed.
     with attached(optimizers) as boundaries:
+        # Masters live beside an optimizer: without one nobody would step them.
         masters = bool(optimizers) and options.masters != "off"
         convert_model(model, options, example_inputs, masters=masters)
         try:

@@ -73,6 +73,7 @@ def read(environ: Mapping[str, str]) -> Settings:
     options, problems = Options(by_variables=True), {}
     for name, parse in _VARIABLES.items():
         value = given.get(name)
+        # An unusable rules file is told once, and not again by each list that needs it.
         if not value or (name in _READ_RULES and _RULES in problems):
             continue
         try:

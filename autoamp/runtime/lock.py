@@ -175,6 +175,8 @@ def _renew(lock: SavedReport) -> str:
 def _tell(record: Record, problem: str, *, strict: bool) -> None:
     if strict:
         raise LockError(problem)
+    # A change of the code mostly moves all graphs: the first warning names the command
+    # that shows the rest.
     level = logging.DEBUG if record.told_of_lock else logging.WARNING
     record.told_of_lock = True
     log_once(logger, level, f"autoamp: {problem}")

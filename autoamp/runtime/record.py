@@ -176,6 +176,7 @@ class Record:
             f"{code.co_filename}:{code.co_firstlineno}: {code.co_name}"
         )
         if left.at_limit:
+            # One function at the limit mostly brings others there: one warning will do.
             again = any(s.why.endswith(_AT_THE_LIMIT) for s in self.skipped)
             self.note(f"{place}: {_AT_THE_LIMIT}", aloud=not again)
             return
