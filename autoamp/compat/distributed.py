@@ -137,19 +137,18 @@ def has_communication_hook(ddp: Any) -> bool:
 
 
 def forget_feedback(ddp: Any) -> None:
-    """Clears gradients that are not finite from a communication hook of `ddp`.
-
-    PowerSGD adds the error of each step's compression to the next step's gradients,
-    and begins with the last step's factors: after one overflow all of these would be
-    NaN for ever.  The factors are equal on all ranks, and so is the decision.
-    """
+    """Clears numbers that are not finite from the state of PowerSGD in `ddp`."""
     for _, state in ddp._comm_hooks:
         errors = getattr(state, "error_dict", None)
         if not isinstance(errors, dict):
             continue
+        # The error of each step's compression is added to the next step's gradients:
+        # after one overflow they would be NaN for ever.
         for error in errors.values():
             if not error.isfinite().all():
                 error.zero_()
+        # A step begins with the last step's factors, which are equal on all ranks, so
+        # that all ranks clear them or none does.
         factors = [getattr(state, f"{name}_memory_dict", {}) for name in "pq"]
         if any(not each.isfinite().all() for d in factors for each in d.values()):
             for each in factors:
@@ -188,9 +187,10 @@ def in_buckets(
     """`gm` compiled by `backend` in as many pieces as `ddp` has buckets of gradients.
 
     A compiled backward gives all gradients at its end.  In pieces, the first gradients
-    are reduced while others are yet to be computed (torch's own `DDPOptimizer`, which
-    cannot be used as it is: it would cut the graph before our pass sees the graph).
+    are reduced while others are yet to be computed.
     """
+    # Called here, on the graph that the passes have made: as Dynamo calls it,
+    # `DDPOptimizer` would cut the graph before a pass sees it, with fp32 at each cut.
     from torch._dynamo.backends.distributed import DDPOptimizer
 
     inputs = gm.graph.find_nodes(op="placeholder")
@@ -201,6 +201,7 @@ def in_buckets(
     distributed: Any = torch.distributed
     more._param_name_to_source = getattr(gm, "_param_name_to_source", {})
     cap = ddp.bucket_bytes_cap
+    # DDP's first bucket is small, so that the first reduction begins early.
     first = min(cap, distributed._DEFAULT_FIRST_BUCKET_BYTES)
     return cast(
         Callable[..., Any], DDPOptimizer(cap, backend, first).compile_fn(gm, [*given])
@@ -239,10 +240,11 @@ def whole_parameter(record: Any) -> torch.Tensor | None:
 def may_gather_low(group: Any, record: Any) -> bool:
     """Whether `gather_low` may be called now for a parameter that is gathered wide.
 
-    The whole parameter must be freed after the forward, so that nobody but the module's
-    own forward and backward reads it.  A dtype that the user gives is left alone.
+    A dtype that the user gives is left alone.
     """
     return (
+        # Freed after the forward, the whole parameter is read by the module's own
+        # forward and backward alone.
         bool(group._reshard_after_forward)
         and not group._use_post_forward_mesh
         and group._all_gather_result is None
@@ -280,6 +282,7 @@ def gather_low(
 
         @property
         def all_gather_inputs(self) -> list[torch.Tensor]:
+            # A backward reads the values of its forward, low or wide.
             if not in_backward():
                 self.reads_low = in_call()
             self.all_gather_outputs = [self.in_low if self.reads_low else self.in_wide]
@@ -290,11 +293,13 @@ def gather_low(
             (source,) = self.all_gather_outputs
             other = self.in_wide if source is self.in_low else self.in_low
             other.untyped_storage().resize_(other.numel() * other.itemsize)
+            # The forward may have saved the whole parameter: its version stays.
             with torch.no_grad(), version_kept(other):
                 other.copy_(source)
 
     (record.in_wide,) = record.all_gather_outputs
     record.in_low = torch.empty_like(record.in_wide, dtype=low)
+    # Memory comes with the first gather; until then there is none to hold.
     record.in_low.untyped_storage().resize_(0)
     record._unsharded_inner_tensors = [record.in_wide, record.in_low]  # freed with it
     record.reads_low = False
