@@ -145,7 +145,7 @@ class Trial:
 
     @property
     def options(self) -> dict[str, Any]:
-        return columns.options(self.column)
+        return {**columns.options(self.column), "strict": self.row.strict}
 
     @property
     def low(self) -> torch.dtype:

@@ -12,6 +12,9 @@ from tests.table.rows import linear, numbers, row
 
 LENGTHS, SAME = (lambda: torch.tensor([6, 4, 1])), (lambda: torch.tensor([6, 6, 6]))
 UNEXPORTED = {"exported": "sizes that depend on the lengths are not exported"}
+TRACED = not torch.__version__.startswith("2.11.")
+"""Torch 2.11 captures no `pad_packed_sequence`, which Python runs then."""
+
 NO_FP16 = {"fp16": "oneDNN has no LSTM in fp16, so that autocast fails"}
 
 
@@ -33,6 +36,7 @@ def add(
         table=lambda: nn.Embedding(50, 16),
         layer=lambda: kind(16, 16, batch_first=True, **given),
         head=linear(wide, 4),
+        strict=TRACED,
         without=UNEXPORTED | (NO_FP16 if kind is nn.LSTM else {}),
     )(program)
 

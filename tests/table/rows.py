@@ -28,6 +28,7 @@ class Row:
         high: the ops that stay in fp32 wherever they stand.
         exact: each result is, to the bit, that of fp32.
         without: columns that cannot be had, each with the reason.
+        strict: whether nothing of it may run past the pass.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Row:
     high: tuple[str, ...] = ()
     exact: bool = False
     without: dict[str, str] | None = None
+    strict: bool = True
 
 
 Made = Callable[[], Any] | tuple[int, ...]
@@ -75,7 +77,7 @@ def row(*inputs: Made, **given: Any) -> Callable[[Any], Any]:
     return add
 
 
-FIELDS = ("kernels", "low", "high", "exact", "without")
+FIELDS = ("kernels", "low", "high", "exact", "without", "strict")
 
 
 def linear(width: int, out: int | None = None) -> Callable[[], nn.Linear]:
