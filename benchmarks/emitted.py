@@ -47,7 +47,7 @@ def code_of(gm: fx.GraphModule) -> str:
     inner = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
     code = "\n".join(each.code for each in inner)
     return re.sub(
-        r"\bautoamp_(graph_functions|kernels_functions)_[a-z]+_",
+        r"\bautoamp_(graph_functions|kernels_functions|passes_functions)_[a-z]+_",
         "autoamp_",
         code,
     )
