@@ -23,7 +23,6 @@ from autoamp.errors import LossScaleError
 from autoamp.training.boundary import OptimizerBoundary, Step, closure_of, params_of
 from autoamp.training.ledger import Sizes
 from autoamp.training.scale import DynamicLossScale
-from autoamp.training.skips import count_skips
 from autoamp.training.step import (
     Way,
     agree,
@@ -32,6 +31,7 @@ from autoamp.training.step import (
     note_overflow,
     read,
     settle_buffers,
+    unscaled,
     update_scales,
 )
 
@@ -221,9 +221,8 @@ def _end_evaluations(boundary: OptimizerBoundary, *, skipped: bool) -> None:
         update_scales(boundary.passed, flag, sizes, retries=True)
     for scaling in boundary.scalings:
         scaling.ledger.buffers.forget()
-    for scale in boundary.loss_scales:
+    for scale in (*boundary.loss_scales, *unscaled(boundary.scalings)):
         scale.count_skipped(flag)
-    count_skips(boundary.scalings, flag)
     boundary.passed, boundary.passed_sizes = [], []
     mark(boundary, skipped)
 

@@ -1,18 +1,13 @@
-"""Finds the step of a trail at which a number left its dtype's range, and says so.
-
-Without a trail, the gradients alone tell.
-"""
+"""Finds the step of a trail at which a number left its dtype's range, and says so."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection
 
-import torch
 from torch import fx
 
-from autoamp import compat
 from autoamp.dtypes import largest, short_name
 from autoamp.passes.write.emitted import is_inserted
 from autoamp.training.trail import (
@@ -200,30 +195,3 @@ def last_bad_gradient(graph: fx.Graph, weights: Collection[fx.Node]) -> str:
     _, weight, op = max(read, key=operator.itemgetter(0))
     name = given_location(weight, is_weight=True).name
     return f"the gradient of {name}, read by {location_of(op)}, is not finite"
-
-
-def blame_gradients(params: Sequence[torch.Tensor], names: Mapping[int, str]) -> str:
-    """A clause that names the first of `params` whose gradient is not finite.
-
-    Args:
-        names: names of parameters, by the `id` of each.
-    """
-    bad = with_bad_gradients(params)
-    if not bad:
-        return "a gradient of another rank is not finite"
-    first = names.get(id(bad[0]), f"a tensor of shape {tuple(bad[0].shape)}")
-    more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-    return f"the gradient of {first}{more} is not finite"
-
-
-def names_of(models: Iterable[torch.nn.Module]) -> dict[int, str]:
-    """The names of the parameters of `models`, by the `id` of each."""
-    named = [pair for model in models for pair in model.named_parameters()]
-    # Reversed, so that a tied weight keeps the first of its names.
-    return {id(parameter): name for name, parameter in reversed(named)}
-
-
-def with_bad_gradients(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The members of `params` whose gradient is not finite."""
-    given = [(p, p.grad) for p in params if p.grad is not None]
-    return [p for p, g in given if bool(compat.any_not_finite([g]))]

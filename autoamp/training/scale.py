@@ -7,7 +7,7 @@ and never written to, because graphs that have yet to run backward hold them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -655,6 +655,13 @@ _USUAL = {
 def free_to_read(flag: torch.Tensor) -> bool:
     """Whether `flag` is in the host's memory, so that reading it waits for nothing."""
     return flag.device.type == "cpu"
+
+
+def newly(flag: torch.Tensor, before: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`flag` where none of the flags `before` is set, else 0."""
+    for other in before:
+        flag = flag * (1 - other.to(flag.device))
+    return flag
 
 
 def _check_positive(name: str, value: Any) -> None:

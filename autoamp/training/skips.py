@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from autoamp import compat
 from autoamp.errors import LossScaleError
 from autoamp.passes.record import Rewritten
 from autoamp.training.culprit import (
     accused,
-    blame_gradients,
     last_bad_gradient,
-    names_of,
     near,
-    with_bad_gradients,
 )
 from autoamp.training.ledger import GraphRun
 from autoamp.training.remedy import REPEATED, Remedy
-from autoamp.training.scale import free_to_read
 from autoamp.training.scaling import ModelScaling
 from autoamp.training.trail import Step
 
@@ -78,7 +75,7 @@ def _note_guarded(
     """Says why a step is skipped for a model whose graphs have no flags."""
     is_first = not scaling.ledger.skips
     why = _accused(blamed, scaling, None)
-    why = _noted(scaling, why or blame_gradients(params, names_of(scaling.models)))
+    why = _noted(scaling, why or _of_parameters(params, _names_of(scaling.models)))
     if is_first:
         logger.warning(
             "autoamp: %s: skipped %s. Nothing was written, and later steps are skipped "
@@ -142,7 +139,7 @@ def _accused(blamed: _Blamed, of: ModelScaling, scale: float | None) -> str:
 
 def _by_gradients(runs: Sequence[GraphRun], params: Sequence[torch.Tensor]) -> str:
     """A clause about the last run whose gradients are not finite."""
-    bad = set(map(id, with_bad_gradients(params)))
+    bad = set(map(id, _with_bad_gradients(params)))
     for run in reversed(runs):
         captured = run.origin.graph()
         # None: the graph was garbage-collected.
@@ -156,6 +153,33 @@ def _by_gradients(runs: Sequence[GraphRun], params: Sequence[torch.Tensor]) -> s
             f"a gradient that leaves {run.scaling.label} is not finite"
         )
     return "the gradients are not finite"
+
+
+def _of_parameters(params: Sequence[torch.Tensor], names: Mapping[int, str]) -> str:
+    """A clause that names the first of `params` whose gradient is not finite.
+
+    Args:
+        names: names of parameters, by the `id` of each.
+    """
+    bad = _with_bad_gradients(params)
+    if not bad:
+        return "a gradient of another rank is not finite"
+    first = names.get(id(bad[0]), f"a tensor of shape {tuple(bad[0].shape)}")
+    more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+    return f"the gradient of {first}{more} is not finite"
+
+
+def _names_of(models: Iterable[torch.nn.Module]) -> dict[int, str]:
+    """The names of the parameters of `models`, by the `id` of each."""
+    named = [pair for model in models for pair in model.named_parameters()]
+    # Reversed, so that a tied weight keeps the first of its names.
+    return {id(parameter): name for name, parameter in reversed(named)}
+
+
+def _with_bad_gradients(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The members of `params` whose gradient is not finite."""
+    given = [(p, p.grad) for p in params if p.grad is not None]
+    return [p for p, g in given if bool(compat.any_not_finite([g]))]
 
 
 def _remedy(scaling: ModelScaling, remedy: Remedy, why: str) -> None:
@@ -240,15 +264,6 @@ def note_step(scalings: Sequence[ModelScaling], by: int) -> None:
             text = near(*found, scale)
             logger.info("autoamp: %s: %s", scaling.label, text)
             scaling.ledger.add_to_skip(text)
-
-
-def count_skips(scalings: Sequence[ModelScaling], flag: torch.Tensor) -> None:
-    """Counts a step as skipped for each of `scalings` that has no loss scale."""
-    counts = {id(s.domain): s.domain.loss_scale for s in scalings if not s.enabled}
-    if not counts or (free_to_read(flag) and not bool(flag)):
-        return
-    for count in counts.values():
-        count.count_skipped(flag)
 
 
 def say_foreign(scaling: ModelScaling) -> None:

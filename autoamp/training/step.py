@@ -27,9 +27,9 @@ from autoamp.training.buffers import HOLDING
 from autoamp.training.guard import cannot_read, guards_of
 from autoamp.training.ledger import BACKWARDS, GraphRun, Sizes, sizes_of
 from autoamp.training.ranks import Team, judged, shake_hands, team_of
-from autoamp.training.scale import LossScale, free_to_read, scalar
+from autoamp.training.scale import LossScale, free_to_read, newly, scalar
 from autoamp.training.scaling import ModelScaling
-from autoamp.training.skips import count_skips, note_skip, note_step, say_foreign
+from autoamp.training.skips import note_skip, note_step, say_foreign
 
 _ASK_EVERY = 100
 """After so many steps a flag that only a kernel reads is read here too, with a wait."""
@@ -622,8 +622,7 @@ def move(
         # gradients overflowed, and an overflow is an error only where the scale was at
         # its floor already.
         runs = note_overflow(boundary, reading, overflow)
-        update_scales(runs, reading.flag, reading.sizes)
-        count_skips(reading.guards, reading.flag)
+        update_scales(runs, reading.flag, reading.sizes, reading.guards)
     if way is not Way.BY_KERNEL:
         mark(boundary, way is Way.SKIP)
         return
@@ -699,9 +698,16 @@ def mark(boundary: OptimizerBoundary, skipped: bool) -> None:
 
 
 def update_scales(
-    runs: Sequence[GraphRun], flag: torch.Tensor, sizes: Sizes, retries: bool = False
+    runs: Sequence[GraphRun],
+    flag: torch.Tensor,
+    sizes: Sizes,
+    guards: Sequence[ModelScaling] = (),
+    *,
+    retries: bool = False,
 ) -> None:
     """Moves each loss scale once, for the runs that have not moved it yet.
+
+    A skipped step is counted on these loss scales, and for the models of `guards`.
 
     Two optimizers that step after one backward move its loss scale once.
 
@@ -712,10 +718,13 @@ def update_scales(
         retries: whether the step evaluates the loss again; such a step is counted when
             it ends, by the caller.
     """
-    if not runs:
-        return
     on_host = free_to_read(flag)
     clean = on_host and not bool(flag)
+    if not (retries or clean):
+        for scale in (*_scales_of(runs), *unscaled(guards)):
+            scale.count_skipped(flag)
+    if not runs:
+        return
     fresh = [run for run in runs if not run.scale_moved]
     for scale in _scales_of(fresh):
         passes = {r.backward_pass for r in fresh if r.scaling.loss_scale is scale}
@@ -731,12 +740,9 @@ def update_scales(
                 known = bool(flag) if on_host else flag
                 scale.note_size(sizes.get(id(scale)), known)
         else:
-            scale.correct(_newly(flag, before))
+            scale.correct(newly(flag, before))
         for backward in passes:
             backward.note_move(flag)
-    if not (retries or clean):
-        for scale in _scales_of(runs):
-            scale.count_skipped(flag)
     if compat.inside_backward():
         return  # the rest of the backward may overflow
     for run in runs:
@@ -749,8 +755,8 @@ def _scales_of(runs: Sequence[GraphRun]) -> list[LossScale]:
     return list({id(s): s for s in (r.scaling.loss_scale for r in runs)}.values())
 
 
-def _newly(flag: torch.Tensor, before: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`flag` where none of the flags `before` is set, else 0."""
-    for other in before:
-        flag = flag * (1 - other.to(flag.device))
-    return flag
+def unscaled(scalings: Sequence[ModelScaling]) -> list[LossScale]:
+    """The counters of those of `scalings` that have no loss scale, each once."""
+    return list(
+        {id(s.domain): s.domain.loss_scale for s in scalings if not s.enabled}.values()
+    )
