@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
+from autoamp.messages import printable_line
 from autoamp.passes.decide.assign import Assignment
 from autoamp.passes.decide.cost import PriceModel, Prices
 from autoamp.passes.decide.devices import Device
@@ -167,6 +168,21 @@ class Rewritten:
         yield self
         for body in self.bodies:
             yield from body.with_bodies()
+
+    def retreats(self) -> list[str]:
+        """One line for each error of a check, with the ops kept fp32 because of it."""
+        errors: dict[str, list[str]] = {}
+        for each in self.with_bodies():
+            for name, why in each.given_up.items():
+                fact = each.facts.nodes.get(name)
+                place = (fact.source or fact.module or name) if fact else name
+                errors.setdefault(why, []).append(place)
+        found = []
+        for why, places in errors.items():
+            where = ", ".join(dict.fromkeys(places[:4]))
+            more = f" and {len(places) - 4} more" if len(places) > 4 else ""
+            found.append(printable_line(f"{why} (ops at {where}{more})"))
+        return found
 
 
 @dataclass(eq=False)

@@ -26,9 +26,9 @@ from autoamp.passes.record import Prepared, Rewritten, Setting
 from autoamp.passes.see.meshes import ON_MESH
 from autoamp.passes.see.normalise import UNTRACED, Normalised, normalise
 from autoamp.passes.see.regions import BODY_LEFT, BODY_RECORDS, LOWERED_BODY
-from autoamp.passes.write.for_compilers import casts_to_read, note_casts
+from autoamp.passes.write.for_compilers import compiled
 from autoamp.passes.write.hoist_weight_casts import read_wide
-from autoamp.passes.write.scale_edge import scale_inputs
+from autoamp.passes.write.scale_edge import arguments_of
 
 _ANYWHERE = Setting()
 
@@ -141,8 +141,8 @@ def prepare(
     return Prepared(
         work.rewritten,
         work.gm,
-        code.forward if eager else _compiled(work, code, _given(work, inputs)),
-        notes=(*_given_up(work.rewritten), *work.notes),
+        code.forward if eager else compiled(work, code, arguments_of(work, inputs)),
+        notes=(*work.rewritten.retreats(), *work.notes),
         weights=work.weights,
         read_wide=read_wide(work.gm, len(inputs)),
         layouts=work.layouts,
@@ -160,21 +160,6 @@ def as_it_is(
     exact = options.exact_casts
     run = compat.compile_with(options.backend, gm, inputs, exact_casts=exact)
     return Prepared(None, gm, run, problem)
-
-
-def _compiled(
-    work: Rewritten, code: fx.GraphModule, given: list[Any]
-) -> Callable[..., Any]:
-    """The function that a compiler makes of a graph; what inductor does is noted."""
-    options = work.options
-    if not compat.is_inductor(options.backend):
-        return compat.compile_with(options.backend, code, given)
-    reading, exact = casts_to_read(work.gm), options.exact_casts
-    run = compat.compile_with(
-        options.backend, code, given, exact_casts=exact, reading=reading
-    )
-    note_casts(work.gm, reading)
-    return run
 
 
 # -- the run of the list -----------------------------------------------------------
@@ -373,43 +358,6 @@ def _region(named: Collection[str], graph: fx.Graph, reach: int) -> list[str]:
         beside = {m for n in found for m in (*n.all_input_nodes, *n.users)}
         found |= {n for n in beside if n.op == "call_function"}
     return [n.name for n in graph.nodes if n in found]
-
-
-# -- for the back end and the report -----------------------------------------------
-
-
-def _given(work: Rewritten, inputs: Sequence[Any]) -> list[Any]:
-    """The arguments the graph is called with: `inputs`, weight copies, and scales.
-
-    Copies and scales are fake tensors: a compiler that makes fakes of them by itself
-    gives their sizes symbols, where any size of the inputs may change.
-    """
-    formats = work.layouts or (torch.preserve_format,) * len(work.weights)
-    low = work.low
-    copies = [
-        torch.empty_like(inputs[i].detach(), dtype=low, memory_format=layout)
-        for i, layout in zip(work.weights, formats, strict=True)
-    ]
-    extra = [t for device in work.edge.devices for t in scale_inputs(device)]
-    mode = compat.current_fake_mode(inputs)
-    added = [*copies, *extra]
-    return [*inputs, *(added if mode is None else compat.fake_inputs(added, mode))]
-
-
-def _given_up(rewritten: Rewritten) -> list[str]:
-    """One line for each error of a check, with the ops that stay fp32 because of it."""
-    errors: dict[str, list[str]] = {}
-    for each in rewritten.with_bodies():
-        for name, why in each.given_up.items():
-            fact = each.facts.nodes.get(name)
-            place = (fact.source or fact.module or name) if fact else name
-            errors.setdefault(why, []).append(place)
-    found = []
-    for why, places in errors.items():
-        where = ", ".join(dict.fromkeys(places[:4]))
-        more = f" and {len(places) - 4} more" if len(places) > 4 else ""
-        found.append(printable_line(f"{why} (ops at {where}{more})"))
-    return found
 
 
 @contextlib.contextmanager

@@ -23,13 +23,13 @@ WALKS = {
     "a captured graph": (
         Place("autoamp.passes.run", "prepare"),
         "gm",
-        (20, 12, 8),
+        (17, 12, 5),
         (12, 8, 2),
     ),
     "the reading of a step": (
         Place("autoamp.training.step", "move"),
         "reading",
-        (15, 7, 8),
+        (11, 7, 4),
         (14, 6, 3),
     ),
 }

@@ -120,7 +120,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     On a CPU the flag lies in the host's memory, and is read at once.
     """
-    for module in ("step", "scale", "skips"):
+    for module in ("step", "scale"):
         free = f"autoamp.training.{module}.free_to_read"
         monkeypatch.setattr(free, lambda _: False)
 

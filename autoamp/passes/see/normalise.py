@@ -84,19 +84,23 @@ def normalise(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Normalised:
         raise CaptureError(message)
     if computes_on_nested(gm, example_inputs):
         raise CaptureError("no pass follows the lengths that a nested tensor holds")
-    meshed = computes_on_dtensors(gm, example_inputs)
-    op_cache = None if meshed else op_cache_for(gm, example_inputs)
+    mode: compat.FakeTensorMode | None = None
+    values, op_cache = example_inputs, None
+    if meshed := computes_on_dtensors(gm, example_inputs):
+        mode = compat.current_fake_mode(example_inputs) or compat.new_fake_mode()
+        values = whole_inputs(gm, example_inputs, mode)
+    else:
+        op_cache = op_cache_for(gm, example_inputs)
     if op_cache is not None:
-        mode, fakes = op_cache.mode, op_cache.inputs
+        fakes = op_cache.inputs
         with contextlib.suppress(CaptureError):  # the trace below reports the error
-            lowered = _trace(gm, fakes, mode, op_cache)
+            lowered = _trace(gm, fakes, op_cache.mode, op_cache)
             _restore_placeholders(lowered, gm, fakes, example_inputs)
-            return Normalised(lowered, fakes, mode)
+            return Normalised(lowered, fakes, op_cache.mode)
     # Dynamo's own mode if there is one: its symbolic sizes belong to it, and torch
     # refuses an op on fake tensors of two modes.
-    mode = compat.current_fake_mode(example_inputs) or compat.new_fake_mode()
-    whole = whole_inputs(gm, example_inputs, mode) if meshed else example_inputs
-    fakes = tuple(compat.fake_inputs(whole, mode))
+    mode = mode or compat.current_fake_mode(example_inputs) or compat.new_fake_mode()
+    fakes = tuple(compat.fake_inputs(values, mode))
     lowered = _trace(gm, fakes, mode, meshed=meshed)
     if meshed:
         note_held(lowered, example_inputs)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,6 +18,7 @@ from autoamp.passes.functions import (
     traced_scale_grad_,
     traced_scale_grad_apart,
 )
+from autoamp.passes.record import Rewritten
 from autoamp.passes.write.emitted import CAST_KIND
 from autoamp.passes.write.scale_edge import SHARED
 
@@ -114,6 +116,30 @@ def _cast_again(graph: fx.Graph, cast: fx.Node) -> None:
     result.meta = dict(cast.meta)
     for user in leaving:
         user.replace_input_with(cast, result)
+
+
+# -- the call of the compiler ----------------------------------------------------------
+
+
+def compiled(
+    work: Rewritten, code: fx.GraphModule, given: Sequence[Any]
+) -> Callable[..., Any]:
+    """The function that a compiler makes of a graph; what inductor does is noted.
+
+    Args:
+        work: the record of the graph.
+        code: the form of the graph that the compiler takes.
+        given: the arguments that the graph is called with.
+    """
+    options = work.options
+    if not compat.is_inductor(options.backend):
+        return compat.compile_with(options.backend, code, given)
+    reading, exact = casts_to_read(work.gm), options.exact_casts
+    run = compat.compile_with(
+        options.backend, code, given, exact_casts=exact, reading=reading
+    )
+    note_casts(work.gm, reading)
+    return run
 
 
 # -- what inductor makes of casts ------------------------------------------------------

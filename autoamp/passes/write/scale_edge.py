@@ -83,6 +83,24 @@ def scale_inputs(device: torch.device) -> list[torch.Tensor]:
     return [one, one.clone(), compat.clear_flag(device)]
 
 
+def arguments_of(work: Rewritten, inputs: Sequence[Any]) -> list[Any]:
+    """The arguments the graph is called with: `inputs`, weight copies, and scales.
+
+    Copies and scales are fake tensors: a compiler that makes fakes of them by itself
+    gives their sizes symbols, where any size of the inputs may change.
+    """
+    formats = work.layouts or (torch.preserve_format,) * len(work.weights)
+    low = work.low
+    copies = [
+        torch.empty_like(inputs[i].detach(), dtype=low, memory_format=layout)
+        for i, layout in zip(work.weights, formats, strict=True)
+    ]
+    extra = [t for device in work.edge.devices for t in scale_inputs(device)]
+    mode = compat.current_fake_mode(inputs)
+    added = [*copies, *extra]
+    return [*inputs, *(added if mode is None else compat.fake_inputs(added, mode))]
+
+
 class _Scaling:
     """Edits one graph; `outside` holds the tensors beyond its edge (`find_outside`)."""
 
