@@ -13,7 +13,7 @@ from torch import fx, nn
 from autoamp import compat
 from autoamp.dtypes import parse_low_dtype
 from autoamp.errors import OptionError, UnsupportedModelError
-from autoamp.messages import class_name, log_once
+from autoamp.messages import log_once
 from autoamp.passes.options import PassOptions
 from autoamp.passes.rules import Rules
 from autoamp.passes.run import rewrite_graph
@@ -21,7 +21,7 @@ from autoamp.passes.see.nodes import graph_paths
 from autoamp.report.report import Report
 from autoamp.report.reporting import report_on
 from autoamp.runtime.conversion import conversion_of
-from autoamp.runtime.convert import convert_model, revert_model
+from autoamp.runtime.convert import convert_for_training, revert_model
 from autoamp.runtime.eligible import choose_graph_precision, fits, unfitting
 from autoamp.runtime.examine import options_for, refuse_options
 from autoamp.tools.bench import Bench
@@ -38,13 +38,7 @@ from autoamp.tools.find_overflow import Overflow, find_overflow_model
 from autoamp.tools.replay import find_overflow_in
 from autoamp.tools.tune import Tuning, tune_model
 from autoamp.training import foreign
-from autoamp.training.attach import (
-    attached,
-    decline_masters,
-    give_masters,
-    guard_masters,
-)
-from autoamp.training.boundary import OptimizerBoundary, params_of
+from autoamp.training.boundary import params_of
 from autoamp.training.options import FOR_MODELS, Options
 
 logger = logging.getLogger(__name__)
@@ -194,7 +188,7 @@ def convert(
     )
     optimizers = _checked_optimizers(optimizer, model)
     options = _within(budget, calibrate_on, model, options, example_inputs)
-    _convert(model, options, optimizers, example_inputs)
+    convert_for_training(model, options, optimizers, example_inputs)
     return model if optimizer is None else (model, optimizer)
 
 
@@ -413,42 +407,6 @@ def _within(
     if batches is None and example_inputs is not None:
         batches = [example_inputs]
     return with_budget(model, options, budget, batches)
-
-
-def _convert(
-    model: nn.Module,
-    options: Options,
-    optimizers: list[torch.optim.Optimizer],
-    example_inputs: tuple[Any, ...] | None,
-) -> None:
-    """Converts the model and takes its optimizers, both or neither."""
-    fresh = conversion_of(model) is None
-    # The boundaries come first: an optimizer that was loaded with a state that does not
-    # fit raises before anything of the model is changed.
-    with attached(optimizers) as boundaries:
-        # Masters live beside an optimizer: without one nobody would step them.
-        masters = bool(optimizers) and options.masters != "off"
-        convert_model(model, options, example_inputs, masters=masters)
-        try:
-            for boundary in boundaries:
-                _introduce(boundary, model, options)
-        except BaseException:  # such as a loaded state that does not fit
-            if fresh:
-                revert_model(model)
-            raise
-
-
-def _introduce(boundary: OptimizerBoundary, model: nn.Module, options: Options) -> None:
-    """Links the boundary of an optimizer to the model that the optimizer trains."""
-    if options.masters == "off":
-        decline_masters(boundary)
-    else:
-        give_masters(boundary, model, options)
-    state = conversion_of(model)
-    if state is not None and state.engine is not None:
-        boundary.link(state.engine.record.scaling)
-    else:
-        guard_masters(boundary, model, options, class_name(model))
 
 
 def _checked_optimizers(optimizer: Any, model: Any) -> list[torch.optim.Optimizer]:

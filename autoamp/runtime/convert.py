@@ -10,7 +10,7 @@ weights; everything else about the model is untouched.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,13 @@ from autoamp.runtime.lock import check_model, tell_of_model
 from autoamp.runtime.program import STATE
 from autoamp.runtime.record import Record, Skipped
 from autoamp.training import foreign
-from autoamp.training.attach import detach_from, end_scaling, new_scaling
+from autoamp.training.attach import (
+    attached,
+    detach_from,
+    end_scaling,
+    introduce,
+    new_scaling,
+)
 from autoamp.training.options import Options
 from autoamp.training.remedy import Remedy
 from autoamp.training.scale import LossScale, NoLossScale, resolve_loss_scale
@@ -124,6 +130,32 @@ def convert_model(
     return decided.model
 
 
+def convert_for_training(
+    model: nn.Module,
+    options: Options,
+    optimizers: Sequence[torch.optim.Optimizer],
+    example_inputs: tuple[Any, ...] | None,
+) -> None:
+    """Converts the model and takes its optimizers, both or neither."""
+    fresh = conversion_of(model) is None
+    # The boundaries come first: an optimizer that was loaded with a state that does not
+    # fit raises before anything of the model is changed.
+    with attached(optimizers) as boundaries:
+        # Masters live beside an optimizer: without one nobody would step them.
+        masters = bool(optimizers) and options.masters != "off"
+        convert_model(model, options, example_inputs, masters=masters)
+        state = conversion_of(model)
+        engine = None if state is None else state.engine
+        scaling = None if engine is None else engine.record.scaling
+        try:
+            for boundary in boundaries:
+                introduce(boundary, model, options, scaling)
+        except BaseException:  # such as a loaded state that does not fit
+            if fresh:
+                revert_model(model)
+            raise
+
+
 def decide(model: nn.Module, options: Options, *, masters: bool = False) -> Decision:
     """Decides whether and how to convert a model, which is not changed.
 
@@ -190,12 +222,12 @@ def _install(
 ) -> None:
     """Has the calls of the model run under `engine`; changes nothing if it raises."""
     model = decided.model
-    # Before any graph is captured: a graph's copies are kept only of memory that torch
-    # can watch.
-    own_loaded_weights(model)
     state, fresh = _state_of(model)
     before, kind = state.call, Entry if engine.writer is None else RecordedEntry
     state.call = kind(engine, type(model), of_class=state.previous is None)
+    # Before any graph is captured: a graph's copies are kept only of memory that torch
+    # can watch.
+    own_loaded_weights(model)
     watch(model)
     if example_inputs is not None:
         try:
@@ -220,8 +252,7 @@ def _state_of(model: nn.Module) -> tuple[Conversion, bool]:
         if state.bound is None or state.root is not None:
             revert_model(model, optimizers=False)
         else:
-            for part in left_alone(model):
-                revert_model(part, optimizers=False)
+            _revert_parts(model)
             return state, False
     return install(model), True
 
@@ -349,8 +380,7 @@ def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:
     state = model.__dict__.get(STATE)
     if not isinstance(state, Conversion):
         return model
-    for part in left_alone(model):
-        revert_model(part, optimizers=False)
+    _revert_parts(model)
     SHARDED.forget(model)
     call, state.call = state.call, None
     if call is not None and all(e.engine is not call.engine for e in CONVERSIONS):
@@ -359,3 +389,9 @@ def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:
     if state.bound is None or model.__dict__.get("forward") == state.bound:
         uninstall(model)
     return model
+
+
+def _revert_parts(model: nn.Module) -> None:
+    """Restores the modules in a converted model that were captured by themselves."""
+    for part in left_alone(model):
+        revert_model(part, optimizers=False)

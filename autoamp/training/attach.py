@@ -141,6 +141,27 @@ def attached(optimizers: Sequence[Optimizer]) -> Iterator[list[OptimizerBoundary
         raise
 
 
+def introduce(
+    boundary: OptimizerBoundary,
+    model: torch.nn.Module,
+    options: Options,
+    scaling: ModelScaling | None,
+) -> None:
+    """Links the boundary of an optimizer to the model that the optimizer trains.
+
+    Args:
+        scaling: the scaling of the model's conversion; None if it was not converted.
+    """
+    if options.masters == "off":
+        decline_masters(boundary)
+    else:
+        give_masters(boundary, model, options)
+    if scaling is None:
+        guard_masters(boundary, model, options, class_name(model))
+    else:
+        boundary.link(scaling)
+
+
 def give_masters(
     boundary: OptimizerBoundary, model: torch.nn.Module, options: Options
 ) -> None:
