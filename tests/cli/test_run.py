@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import autoamp_cli
 from autoamp.auto import environment
 from autoamp_cli.run import run as run_command
 from tests.cli import calls
@@ -186,9 +185,6 @@ def entered(
 def test_the_installed_command_is_the_quick_one() -> None:
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"autoamp": "autoamp_cli:main"}
-    from autoamp.cli import main  # the name that older installations have
-
-    assert main is autoamp_cli.main
 
 
 def test_the_version_and_every_command_are_shown() -> None:

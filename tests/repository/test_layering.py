@@ -52,7 +52,6 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"api"}),
     frozenset({"auto"}),
     frozenset({"__init__", "autoamp_cli"}),
-    frozenset({"cli"}),
     frozenset({"__main__"}),
     frozenset({"autoamp_autoload"}),
 )
@@ -350,7 +349,7 @@ LEGAL = {
     "passes/write/casts.py": "from autoamp.passes.see import facts",
     "passes/check/verify.py": "from autoamp.passes.ops import Y",
     "passes/run.py": "from autoamp.passes.write.casts import c, verify",
-    "cli.py": "import autoamp.passes.run",
+    "api.py": "import autoamp.passes.run",
     "__init__.py": "from autoamp.passes.run import run",
 }
 
@@ -362,17 +361,17 @@ def test_a_legal_tree_has_no_faults(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("files", "fault"),
     [
-        ({"errors.py": "def f():\n    import autoamp.cli"}, "higher layer"),
+        ({"errors.py": "def f():\n    import autoamp.api"}, "higher layer"),
         ({"errors.py": "from .passes import ops"}, "higher layer"),
         (
             {"passes/see/facts.py": "from ..run import x"},
             "see.facts:1 imports",
         ),
         (
-            {"passes/ops.py": "import_module('autoamp.cli')"},
+            {"passes/ops.py": "import_module('autoamp.api')"},
             "autoamp.passes.ops:1 imports",
         ),
-        ({"cli.py": "from . import convert"}, "package root"),
+        ({"api.py": "from . import convert"}, "package root"),
         ({"dtypes.py": "from autoamp.errors import X"}, "same layer"),
         (
             {"passes/see/facts.py": "from autoamp.passes.decide.classify import x"},
