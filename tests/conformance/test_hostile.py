@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import autoamp
-from autoamp import Rules, cli
+import autoamp_cli
+from autoamp import Rules
 from autoamp.auto import environment
 from autoamp.passes.rules import parse
 from autoamp.training import boundary
@@ -90,7 +91,9 @@ def test_a_script_runs_on_and_is_told_once(value: str, tmp_path) -> None:
 
 
 def call(*arguments: str, **environ: str) -> Any:
-    return CliRunner(env=environ).invoke(cli.main, arguments, prog_name="autoamp")
+    return CliRunner(env=environ).invoke(
+        autoamp_cli.main, arguments, prog_name="autoamp"
+    )
 
 
 options = st.sampled_from(
