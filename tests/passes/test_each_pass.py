@@ -463,6 +463,8 @@ def test_the_graph_before_and_after(name: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Device, "starts_kernels", name == "together")
     monkeypatch.setattr(Device, "attends_by_products", False)
     (shown,) = (each for each in PASSES if each.name == name)
+    if torch.__version__.startswith("2.11.") and name in ("calls once", "gathers"):
+        pytest.skip("torch 2.11 puts no placement of a mesh into a graph")
     path = GOLDEN / f"{name.replace(' ', '_')}.txt"
     assert EXAMPLES[name], "no example shows the pass"
     golden.check(document(shown, EXAMPLES[name]), path)
