@@ -490,6 +490,10 @@ def _before_step(
     # Models that were garbage-collected, not reverted, have left the hook behind.
     if not _scalings and not (_expecting and closure_of(args[1:], kwargs)):
         return None
+    # A plan steps weights without numbers, which no model here has: nothing is judged,
+    # since reading a flag of theirs raises ("cannot be called on meta tensors").
+    if not known and any(param.is_meta for param in params_of(optimizer)):
+        return None
     engine = "" if known else foreign.engine_stepping()
     if engine:
         log_once(logger, logging.INFO, f"autoamp: {engine}")

@@ -535,8 +535,6 @@ def decide(
         begun: whether the step has begun, so that no kernel can be given the flag.
     """
     flag = reading.flag
-    if flag.is_meta:  # a plan steps weights without numbers, and `bool` would raise
-        return Way.STEP, False
     if begun or not _takes_flag(boundary.optimizer, flag):
         return (Way.SKIP, True) if bool(flag) else (Way.STEP, False)
     return Way.BY_KERNEL, bool(flag) if _host_looks(boundary, reading) else None
