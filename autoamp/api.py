@@ -474,10 +474,10 @@ def explain(
         *args: the arguments of a call of the model.
         options: keyword arguments of `convert`; by default those that the model was
             converted with.
-        device: the device to explain for, which this machine may lack: "cuda:sm_90", or
-            sm_70, sm_75, sm_80, sm_86, sm_89 or sm_100, "cpu:amx", "cpu:avx512_bf16",
-            "cpu:plain", or "cpu" or "cuda" for this machine's own device.  By default,
-            the device of the model.
+        device: the device to explain for, which this machine may lack: a GPU's name
+            ("h100", "a100", "rtx4090") or compute capability ("sm_120"), "cpu:amx",
+            "cpu:avx512_bf16", "cpu:plain", or "cpu" or "cuda" for this machine's own
+            device.  By default, the device of the model.
         **kwargs: keyword arguments of the call.
 
     Raises:

@@ -16,7 +16,13 @@ from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES, needs_loss_scale, parse_low_dtype, short_name
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.messages import CANNOT_PAY, class_name
-from autoamp.passes.decide.devices import KINDS, device_of, kind_of, named_device
+from autoamp.passes.decide.devices import (
+    KINDS,
+    device_of,
+    full_name,
+    kind_of,
+    named_device,
+)
 from autoamp.passes.options import PassOptions
 from autoamp.runtime.forward import computing_methods
 from autoamp.training import foreign
@@ -152,7 +158,8 @@ def choose_device_precision(
     """
     low = parse_low_dtype(options.precision)
     if low is None:
-        low = kind_of(device).usual_dtype
+        name = device if isinstance(device, torch.device) else full_name(device)
+        low = kind_of(name).usual_dtype
     if isinstance(device, torch.device):
         profile = device_of(device, low)
     else:

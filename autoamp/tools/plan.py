@@ -16,7 +16,7 @@ from torch import nn
 from autoamp.dtypes import short_name
 from autoamp.errors import AutoampError, OptionError, UnsupportedModelError
 from autoamp.messages import class_name, counted
-from autoamp.passes.decide.devices import memory_of, named_device, product_of
+from autoamp.passes.decide.devices import full_name, memory_of, named_device, product_of
 from autoamp.report.report import Report
 from autoamp.runtime.eligible import parameters_of, required_precision
 from autoamp.runtime.examine import checked_model, options_for, refuse_options
@@ -92,8 +92,8 @@ def plan(
             "transformers:LlamaConfig(num_hidden_layers=8)"; a type of model, such as
             "transformers:gpt2"; or the path of a config.json of Hugging Face.
         *args: the arguments of a call, where the model is a module.
-        device: the device to plan for, as for `autoamp.explain`; by default the GPU of
-            this machine, and "cuda:sm_80" where there is none.
+        device: the device to plan for, as for `autoamp.explain` ("h100", "rtx4090"); by
+            default the GPU of this machine, and "cuda:sm_80" where there is none.
         batch: samples of a step of a named model.
         sequence: tokens of a sample of a named model; by default as many as the model
             takes, at most 1,024.
@@ -233,7 +233,8 @@ def _telling() -> Iterator[Tell]:
 
 
 def _on_one_device(make: Maker, asked: Asked, tell: Tell) -> Plan:
-    device = asked.device or ("cuda" if torch.cuda.is_available() else ELSEWHERE)
+    here = "cuda" if torch.cuda.is_available() else ELSEWHERE
+    device = full_name(asked.device or here)
     tell("making the model")
     model, call = make()
     setting = _setting(model, asked, device)
@@ -299,7 +300,8 @@ def _on_a_mesh(make: Maker, asked: Asked, mesh: Mesh, tell: Tell) -> MeshPlan:
         raise OptionError("a mesh is planned for training steps; leave out infer")
     if asked.microbatches is not None and asked.microbatches < 1:
         raise OptionError("microbatches must be a number above 0")
-    device, node, network = asked.device or ELSEWHERE, asked.node, asked.network
+    device, node = full_name(asked.device or ELSEWHERE), asked.node
+    network = asked.network
     links_of(mesh, device, node, network)  # says what is wrong before the long work
     with as_rank(0, mesh.tp):
         model, call = make()

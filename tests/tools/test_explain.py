@@ -8,7 +8,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp.passes.decide.devices import figures, known_devices
+from autoamp.passes.decide.devices import (
+    figures,
+    full_name,
+    known_devices,
+    named_device,
+    roofline,
+)
 from tests.says import says
 from tests.small_models import BF16
 
@@ -173,3 +179,55 @@ def test_fp32_in_tf32_is_said_and_priced() -> None:
     multiplied = autoamp.explain(nn.Linear(64, 64), rows, device="cuda:sm_80")
     says(multiplied, "CUDA 8.0")
     assert "TF32" not in str(multiplied)
+
+
+NAMES = {
+    "h100": "sm_90",
+    "H200": "h200",
+    "a100": "sm_80",
+    "T4": "sm_75",
+    "l4": "l4",
+    "v100": "sm_70",
+    "NVIDIA GeForce RTX 4090": "sm_89",
+    "rtx-3090": "rtx3090",
+    "b200": "sm_100",
+    "sm_120": "sm_120",
+    "sm120": "sm_120",
+    "cuda:sm_90": "sm_90",
+    "sm_90a": "sm_90",
+    "cuda:H100": "sm_90",
+}
+
+
+@pytest.mark.parametrize(("name", "key"), NAMES.items())
+def test_a_device_has_the_names_that_people_use(name: str, key: str) -> None:
+    assert full_name(name) == f"cuda:{key}"
+    assert named_device(name, torch.float16) == roofline(key, torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("h10", "h100"),
+        ("rtx4080", "rtx4090"),
+        ("sm_95", "sm_90"),
+        ("cuda:sm_121", "sm_120"),
+        ("cpu:amxx", "cpu:amx"),
+        ("cdua", "cuda"),
+    ],
+)
+def test_an_unknown_device_is_told_with_the_nearest(name: str, nearest: str) -> None:
+    model, x = nn.Linear(8, 8), torch.ones(2, 8)
+    for ask in (autoamp.explain, autoamp.plan):
+        with pytest.raises(autoamp.OptionError) as raised:
+            ask(model, x, device=name)
+        says(raised, repr(name), f"nearest name is {nearest!r}", "rtx3090")
+
+
+def test_a_product_is_planned_with_its_own_figures() -> None:
+    with torch.device("meta"):
+        model, x = nn.Linear(2048, 2048), torch.empty(64, 2048)
+    found = {name: autoamp.plan(model, x, device=name) for name in ("l4", "rtx4090")}
+    assert found["l4"].hardware == "L4 24 GB"
+    seconds = {name: each.way("fp32").seconds or 0 for name, each in found.items()}
+    assert seconds["l4"] > 2 * seconds["rtx4090"]

@@ -7,8 +7,10 @@ where the figures stand, each with its source.
 from __future__ import annotations
 
 import bisect
+import difflib
 import functools
 import math
+import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -50,8 +52,8 @@ def _cuda_here(device: torch.device, _: torch.dtype) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     capabilities = {
         int(name.removeprefix("sm_")): name
-        for name, row in figures().items()
-        if row["type"] == "cuda"
+        for name in figures()
+        if name.startswith("sm_")
     }
     # A GPU that the table lacks has the figures of the next older one.
     known = [c for c in capabilities if c <= 10 * major + minor]
@@ -297,29 +299,92 @@ def known_devices() -> list[str]:
     return [f"{row['type']}:{name}" for name, row in figures().items()]
 
 
+def full_name(name: str) -> str:
+    """The name of a device by which its figures are found: "cuda:sm_90" for "H100".
+
+    Case, spaces, hyphens and underscores do not count, and the type may be left out.
+
+    Args:
+        name: a name that people use: of a product ("h100", "RTX 4090"), of a compute
+            capability ("sm_120", "cuda:sm90"), of the units of a CPU ("cpu:amx"), or
+            "cpu", "cuda" and "cuda:1" for a device of this machine.
+
+    Raises:
+        OptionError: no figures are known for the device; the nearest name is told.
+    """
+    text = re.sub(r"(sm\d+)[af]$", r"\1", _plain(name))  # sm_90a has the units of sm_90
+    kind, _, index = text.partition(":")
+    if kind in KINDS and (not index or (kind != "cpu" and index.isdecimal())):
+        return text if index else kind
+    spelled = _spellings()
+    if text in spelled:
+        return spelled[text]
+    products = [_also(row)[0] for key, row in figures().items() if key[:3] == "sm_"]
+    raise OptionError(
+        f"device={name!r} is unknown; the nearest name is {_nearest(text)!r}; figures "
+        f"are known for {', '.join([*products, *known_devices()])}"
+    )
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]|nvidia|geforce|tesla", "", str(name).lower())
+
+
+@functools.cache
+def _spellings() -> dict[str, str]:
+    """Each name of a device of the table, without marks, to its full name."""
+    found = {}
+    for key, row in figures().items():
+        for each in (key, *_also(row)):
+            full = f"{row['type']}:{key}"
+            found |= {_plain(each): full, _plain(f"{row['type']}:{each}"): full}
+    return found
+
+
+def _also(row: Mapping[str, Any]) -> list[str]:
+    """The names by which people call the product of a row."""
+    return [*row.get("also", ())]
+
+
+def _nearest(text: str) -> str:
+    """The known name that is most like `text`, as a user would write it."""
+    number = re.fullmatch(r"(?:cuda:)?sm(\d+)", text)
+    if number:
+        keys = {int(key[3:]): key for key in figures() if key.startswith("sm_")}
+        return keys[min(keys, key=lambda known: abs(known - int(number[1])))]
+    there = [kind for kind, row in KINDS.items() if row.model_here is not None]
+    # A cut-off of 0: one name is always the closest.
+    return difflib.get_close_matches(text, [*there, *_spellings()], 1, 0.0)[0]
+
+
 def named_device(name: str, low: torch.dtype) -> Device:
-    """The roofline of a device that this machine may lack, such as "cuda:sm_90".
+    """The roofline of a device that this machine may lack.
 
     "cpu" is this machine's CPU, and "cuda" its first GPU.
+
+    Args:
+        name: as for `full_name`.
 
     Raises:
         OptionError: no figures are known for the device, or `name` is "cuda" and this
             machine has no GPU.
     """
-    kind, _, model = name.partition(":")
-    if model in figures() and figures()[model]["type"] == kind:
+    full = full_name(name)
+    kind, _, model = full.partition(":")
+    if model in figures():
         return roofline(model, low)
-    if name in KINDS and is_here(name):
-        return device_of(torch.device(name), low)
-    is_absent = name in KINDS and kind_of(name).model_here is not None
-    absent = "this machine has no GPU; " if is_absent else ""
+    if is_here(kind):
+        here = torch.device(full)
+        if (here.index or 0) < torch.get_device_module(kind).device_count():
+            return device_of(here, low)
+    absent = f"this machine has no {'GPU' if kind == 'cuda' else 'device'} of that name"
     raise OptionError(
-        f"device={name!r}: {absent}figures are known for {', '.join(known_devices())}"
+        f"device={name!r}: {absent}; figures are known for {', '.join(known_devices())}"
     )
 
 
 def product_of(name: str) -> str:
-    """The product whose figures stand for a name such as "cuda:sm_90", or ""."""
+    """The product whose figures stand for a full name such as "cuda:sm_90", or ""."""
     return str(figures().get(name.partition(":")[2], {}).get("model", ""))
 
 
@@ -328,10 +393,12 @@ def memory_of(name: str) -> int | None:
 
     "cuda" is the first GPU of this machine.
     """
-    if name in KINDS and kind_of(name).is_asynchronous and is_here(name):
+    kind, _, model = name.partition(":")
+    is_a_gpu = kind_of(kind).is_asynchronous and model not in figures()
+    if is_a_gpu and is_here(kind):
         # (free, total)
-        return int(torch.get_device_module(name).mem_get_info()[1])
-    size = figures().get(name.partition(":")[2], {}).get("memory_gb")
+        return int(torch.get_device_module(kind).mem_get_info(int(model or 0))[1])
+    size = figures().get(model, {}).get("memory_gb")
     return None if size is None else int(size * 10**9)
 
 
