@@ -333,7 +333,7 @@ def _plain(name: str) -> str:
 @functools.cache
 def _spellings() -> dict[str, str]:
     """Each name of a device of the table, without marks, to its full name."""
-    found = {}
+    found: dict[str, str] = {}
     for key, row in figures().items():
         for each in (key, *_also(row)):
             full = f"{row['type']}:{key}"
