@@ -45,6 +45,7 @@ from autoamp.tools.monitor import Monitor
 from autoamp.tools.plan import plan
 from autoamp.tools.plan_result import MeshPlan, Plan
 from autoamp.tools.tune import Tuning
+from autoamp.training.options import ConvertOptions
 from autoamp.training.scale import (
     DynamicLossScale,
     LossScale,
@@ -62,6 +63,7 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "Comparison",
+    "ConvertOptions",
     "DynamicLossScale",
     "ExportError",
     "Frontier",
@@ -100,3 +102,8 @@ __all__ = [
     "rewrite",
     "tune",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, without the modules that importing them brings along."""
+    return __all__

@@ -5,16 +5,23 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, Unpack, overload
 
 import torch
 from torch import fx, nn
+from torch.optim import Optimizer
 
 from autoamp import compat
-from autoamp.dtypes import parse_low_dtype
+from autoamp.dtypes import Precision, parse_low_dtype
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.messages import log_once
-from autoamp.passes.options import PassOptions
+from autoamp.passes.options import (
+    Backend,
+    Objective,
+    PassOptions,
+    Placement,
+    RewriteOptions,
+)
 from autoamp.passes.rules import Rules
 from autoamp.passes.run import rewrite_graph
 from autoamp.passes.see.nodes import graph_paths
@@ -23,7 +30,7 @@ from autoamp.report.reporting import report_on
 from autoamp.runtime.conversion import conversion_of
 from autoamp.runtime.convert import convert_for_training, revert_model
 from autoamp.runtime.eligible import choose_graph_precision, fits, unfitting
-from autoamp.runtime.examine import options_for, refuse_options
+from autoamp.runtime.examine import call_keywords, options_for
 from autoamp.tools.bench import Bench
 from autoamp.tools.bench_measure import bench_model
 from autoamp.tools.bench_ways import KINDS
@@ -39,33 +46,66 @@ from autoamp.tools.replay import find_overflow_in
 from autoamp.tools.tune import Tuning, tune_model
 from autoamp.training import foreign
 from autoamp.training.boundary import params_of
-from autoamp.training.options import FOR_MODELS, Options
+from autoamp.training.options import (
+    NOT_OF_EXPORT,
+    NOT_OF_REWRITE,
+    ConvertOptions,
+    ExportOptions,
+    Masters,
+    Options,
+    WeightCopies,
+)
+from autoamp.training.scale import LossScale, LossScaleName
 
 logger = logging.getLogger(__name__)
 
-_COMPILED = ("backend", "exact_casts")
-"""The options for graphs that are compiled here, beside `FOR_MODELS`."""
+Model = TypeVar("Model", bound=nn.Module)
+Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer])
+
+
+@overload
+def convert(
+    model: Model,
+    optimizer: None = None,
+    *,
+    budget: Budget | str | float | None = ...,
+    calibrate_on: Iterable[Any] | None = ...,
+    example_inputs: tuple[Any, ...] | None = ...,
+    **options: Unpack[ConvertOptions],
+) -> Model: ...
+
+
+@overload
+def convert(
+    model: Model,
+    optimizer: Optimizers,
+    *,
+    budget: Budget | str | float | None = ...,
+    calibrate_on: Iterable[Any] | None = ...,
+    example_inputs: tuple[Any, ...] | None = ...,
+    **options: Unpack[ConvertOptions],
+) -> tuple[Model, Optimizers]: ...
 
 
 def convert(
-    model: nn.Module,
+    model: Any,
     optimizer: Any = None,
     *,
-    precision: str | torch.dtype = "auto",
+    precision: Precision | torch.dtype = "auto",
     rules: Rules | str | None = None,
     allow: Sequence[str] = (),
     deny: Sequence[str] = (),
     infer: Sequence[str] = (),
     clear: Sequence[str] = (),
     keep: Sequence[str] = (),
-    loss_scale: Any = "auto",
-    backend: str | Callable[..., Any] = "eager",
-    placement: str = "optimal",
-    objective: str = "time",
+    loss_scale: LossScaleName | float | LossScale = "auto",
+    backend: Backend | Callable[..., Any] = "eager",
+    placement: Placement = "optimal",
+    objective: Objective = "time",
     do_no_harm: bool = True,
     strict: bool = False,
-    weight_copies: str = "kept",
-    masters: str = "fp32",
+    weight_copies: WeightCopies = "kept",
+    masters: Masters = "fp32",
     lock: str | os.PathLike[str] | None = None,
     heal: bool = False,
     guard: bool = True,
@@ -192,7 +232,7 @@ def convert(
     return model if optimizer is None else (model, optimizer)
 
 
-def revert(model: nn.Module) -> nn.Module:
+def revert(model: Model) -> Model:
     """Undoes `convert`: `model` runs in fp32 again, bit for bit as before.
 
     Raises:
@@ -230,7 +270,7 @@ def report(model: nn.Module) -> Report:
 def rewrite(
     gm: fx.GraphModule | torch.export.ExportedProgram,
     example_inputs: Sequence[Any],
-    **options: Any,
+    **options: Unpack[RewriteOptions],
 ) -> fx.GraphModule:
     """The compiler pass alone: a mixed-precision `GraphModule` made from `gm`.
 
@@ -254,7 +294,7 @@ def rewrite(
         >>> low(torch.randn(8, 64)).dtype
         torch.float32
     """
-    refused = sorted(options.keys() & {*FOR_MODELS, *_COMPILED})
+    refused = sorted(options.keys() & NOT_OF_REWRITE)
     if refused:
         raise OptionError(
             f"rewrite() has no option {' or '.join(refused)}, because other code "
@@ -288,7 +328,7 @@ def export(
     dynamic_shapes: Any = None,
     target: str | None = None,
     out: str | os.PathLike[str] | None = None,
-    **options: Any,
+    **options: Unpack[ExportOptions],
 ) -> torch.export.ExportedProgram:
     """A mixed-precision model as an exported program, and as a file where one is named.
 
@@ -326,8 +366,7 @@ def export(
         >>> {name: weight.dtype for name, weight in program.state_dict.items()}
         {'weight': torch.bfloat16, 'bias': torch.bfloat16}
     """
-    # A lock holds an exported program to its placement as it holds a model.
-    refused = sorted(options.keys() & {*FOR_MODELS - {"lock"}, *_COMPILED})
+    refused = sorted(options.keys() & NOT_OF_EXPORT)
     if refused:
         raise OptionError(
             f"export() has no option {' or '.join(refused)}, because an exported model "
@@ -335,7 +374,7 @@ def export(
         )
     if not isinstance(args, tuple):
         raise OptionError("args must be a tuple of the model's arguments")
-    call = Call(args, kwargs or {}, dynamic_shapes)
+    call = Call(args, call_keywords("export", kwargs, options), dynamic_shapes)
     chosen = options_for(model, options)
     return export_model(model, call, chosen, target=target, out=out)
 
@@ -460,9 +499,9 @@ def _as_option(given: Any) -> str:
 def explain(
     model: nn.Module,
     *args: Any,
-    options: Mapping[str, Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
     device: str | None = None,
-    **kwargs: Any,
+    **options: Unpack[ConvertOptions],
 ) -> Report:
     """Reports what `convert` would do to `model`, which is not changed.
 
@@ -471,14 +510,13 @@ def explain(
 
     Args:
         model: any `torch.nn.Module`, converted or not.
-        *args: the arguments of a call of the model.
-        options: keyword arguments of `convert`; by default those that the model was
-            converted with.
+        *args, kwargs: the arguments of a call of the model.
         device: the device to explain for, which this machine may lack: a GPU's name
             ("h100", "a100", "rtx4090") or compute capability ("sm_120"), "cpu:amx",
             "cpu:avx512_bf16", "cpu:plain", or "cpu" or "cuda" for this machine's own
             device.  By default, the device of the model.
-        **kwargs: keyword arguments of the call.
+        **options: as for `convert`; they are added to the options of a converted
+            model.
 
     Raises:
         AutoampError: the model, an option or the device cannot be used.
@@ -489,17 +527,17 @@ def explain(
         >>> [op.precision for op in report.ops]
         ['fp32', 'fp32']
     """
-    refuse_options("explain", model, kwargs)
-    return explain_model(model, args, kwargs, options_for(model, options), device)
+    named = call_keywords("explain", kwargs, options)
+    return explain_model(model, args, named, options_for(model, options), device)
 
 
 def compare(
     model: nn.Module,
     *args: Any,
-    options: Mapping[str, Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     tolerance: float | None = None,
-    **kwargs: Any,
+    **options: Unpack[ConvertOptions],
 ) -> Comparison:
     """Measures the errors of mixed precision on one call, by node and by module.
 
@@ -509,14 +547,13 @@ def compare(
 
     Args:
         model: any `torch.nn.Module`, converted or not.
-        *args: the arguments of a call of the model.
-        options: keyword arguments of `convert`; by default those that the model was
-            converted with.
+        *args, kwargs: the arguments of a call of the model.
         loss_fn: gives a tensor of one element from the model's output; by default the
             output's `loss`, or the sum of the output's float tensors.
         tolerance: the largest relative error that outputs and gradients may have.  The
             result then names a minimal set of modules to keep in fp32 to reach it.
-        **kwargs: keyword arguments of the call.
+        **options: as for `convert`; they are added to the options of a converted
+            model.
 
     Raises:
         AutoampError: the model or an option cannot be used, or the model would stay in
@@ -525,24 +562,24 @@ def compare(
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
         >>> options = {"precision": "bf16", "do_no_harm": False}
-        >>> found = autoamp.compare(model, torch.randn(32, 64), options=options)
+        >>> found = autoamp.compare(model, torch.randn(32, 64), **options)
         >>> 0 < found.errors.output < 0.01
         True
     """
-    refuse_options("compare", model, kwargs)
+    named = call_keywords("compare", kwargs, options)
     chosen = options_for(model, options)
     return compare_model(
-        model, args, kwargs, chosen, loss_fn=loss_fn, tolerance=tolerance
+        model, args, named, chosen, loss_fn=loss_fn, tolerance=tolerance
     )
 
 
 def find_overflow(
     model: nn.Module,
     *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    options: Mapping[str, Any] | None = None,
     snapshot: str | os.PathLike[str] | None = None,
-    **kwargs: Any,
+    **options: Unpack[ConvertOptions],
 ) -> Overflow:
     """Finds the first number, forward or backward, that leaves its dtype's range.
 
@@ -554,15 +591,14 @@ def find_overflow(
 
     Args:
         model: any `torch.nn.Module`, converted or not.
-        *args: the arguments of a call of the model.
+        *args, kwargs: the arguments of a call of the model.
         loss_fn: gives a tensor of one element from the model's output; by default the
             output's `loss`, or the sum of the output's float tensors.
-        options: keyword arguments of `convert`; by default those that the model was
-            converted with, or fp16 if it was not converted.
         snapshot: a folder that `record=` has written to.  The weights, arguments,
             random generators and options of its newest snapshot are used, and `*args`
-            and `**kwargs` are needed only for arguments that it could not hold.
-        **kwargs: keyword arguments of the call.
+            and `kwargs` are needed only for arguments that it could not hold.
+        **options: as for `convert`; they are added to the options of a converted
+            model, and to fp16 for another.
 
     Returns:
         The number that left its range, its place, its size, and the remedy.  If no
@@ -581,18 +617,18 @@ def find_overflow(
         >>> bool(autoamp.find_overflow(model, torch.ones(4, 8), loss_fn=torch.mean))
         False
     """
-    refuse_options("find_overflow", model, kwargs)
+    named = call_keywords("find_overflow", kwargs, options)
     if snapshot is not None:
-        return find_overflow_in(model, snapshot, (args, kwargs), options, loss_fn)[0]
-    return find_overflow_model(model, args, kwargs, options, loss_fn)
+        return find_overflow_in(model, snapshot, (args, named), options, loss_fn)[0]
+    return find_overflow_model(model, args, named, options, loss_fn)
 
 
 def tune(
     model: nn.Module,
     *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    options: Mapping[str, Any] | None = None,
-    **kwargs: Any,
+    **options: Unpack[ConvertOptions],
 ) -> Tuning:
     """Measures which way to run `model` is fastest here, and converts it in place.
 
@@ -610,12 +646,12 @@ def tune(
     Args:
         model: any `torch.nn.Module`, converted or not, in the mode (training or eval)
             in which it will be used.
-        *args: the arguments of a call of the model, with the sizes of later calls.
+        *args, kwargs: the arguments of a call of the model, with the sizes of later
+            calls.
         loss_fn: gives a tensor of one element from the model's output; by default the
             output's `loss`, or the sum of the output's float tensors.
-        options: keyword arguments of `convert`; by default those that the model was
-            converted with.
-        **kwargs: keyword arguments of the call.
+        **options: as for `convert`; they are added to the options of a converted
+            model.
 
     Returns:
         The ways with their times, and the way that was kept.
@@ -629,18 +665,18 @@ def tune(
         >>> tuning.ways[0].name, any(w.name == tuning.chosen for w in tuning.ways)
         ('fp32', True)
     """
-    refuse_options("tune", model, kwargs)
-    return tune_model(model, args, kwargs, options_for(model, options), loss_fn)
+    named = call_keywords("tune", kwargs, options)
+    return tune_model(model, args, named, options_for(model, options), loss_fn)
 
 
 def bench(
     model: Any,
     *args: Any,
-    options: Mapping[str, Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     data: Iterable[Any] | None = None,
-    infer: bool = False,
+    inference: bool = False,
     generate: int = 0,
     ways: Iterable[str] = KINDS,
     compiled: bool = False,
@@ -650,7 +686,7 @@ def bench(
     sweep: Sequence[int] = (),
     memory: int | str | None = None,
     grams_per_kwh: float | None = None,
-    **kwargs: Any,
+    **options: Unpack[ConvertOptions],
 ) -> Bench:
     """Measures whether mixed precision helps a model: time, memory, bytes and losses.
 
@@ -661,8 +697,7 @@ def bench(
     Args:
         model: any `torch.nn.Module`, or a function without arguments that returns
             `(model, args)`, `(model, args, kwargs)` or `(model, args, kwargs, data)`.
-        *args: the arguments of a call of the model.
-        options: keyword arguments of `convert`.
+        *args, kwargs: the arguments of a call of the model.
         loss_fn: gives a tensor of one element from the model's output; by default the
             output's `loss`, an output of one element, or the mean squared distance of
             the output's float tensors from fixed random numbers.
@@ -670,7 +705,7 @@ def bench(
         data: batches, each the arguments of a call: a tuple or list of positional
             arguments, a dict of keyword arguments, or a tuple of both.  The wait for a
             batch is timed too.  The data must be iterable more than once.
-        infer: whether a step is a call in eval mode, without a backward.
+        inference: whether a step is a call in eval mode, without a backward.
         generate: how many tokens a step generates by `model.generate`; 0 for a call.
         ways: any of "fp32" (always measured), "tf32", "autocast", "autoamp", "tuned"
             (as `autoamp.tune` leaves the model) and "half" (`.bfloat16()`, `.half()`).
@@ -683,7 +718,7 @@ def bench(
         memory: an amount of memory, in bytes or as a text such as "8GiB".  The result
             then has the largest batch of each way that fits into this memory.
         grams_per_kwh: grams of CO2 per kilowatt-hour, to show CO2 beside the energy.
-        **kwargs: keyword arguments of the call.
+        **options: as for `convert`.
 
     Returns:
         The figures of each way; `print(bench)` shows them, and `bench.to_json()`,
@@ -699,16 +734,16 @@ def bench(
         >>> [row.way for row in found.rows]
         ['fp32', '.bfloat16()']
     """
-    refuse_options("bench", model, kwargs)
+    named = call_keywords("bench", kwargs, options)
     return bench_model(
         model,
         args,
-        kwargs,
+        named,
         options=options,
         loss_fn=loss_fn,
         optimizer=optimizer,
         data=data,
-        infer=infer,
+        infer=inference,
         generate=generate,
         ways=ways,
         compiled=compiled,

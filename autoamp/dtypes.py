@@ -5,9 +5,15 @@ A new dtype is a new row, a rules file, and its figures in `passes/decide/device
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+
+LowName = Literal["fp16", "bf16"]
+"""The names of the low dtypes."""
+
+Precision = Literal["auto", LowName]
+"""The words that `precision=` takes, beside torch's dtypes."""
 
 
 class LowDtype(NamedTuple):
@@ -26,7 +32,7 @@ class LowDtype(NamedTuple):
     """
 
     dtype: torch.dtype
-    name: str
+    name: LowName
     method: str
     needs_loss_scale: bool
     has_masters: bool

@@ -39,9 +39,9 @@ def compare(
         found = api.compare(
             made.model,
             *made.args,
-            options=convert_options(given),
+            kwargs=made.kwargs,
             tolerance=tolerance,
-            **made.kwargs,
+            **convert_options(given),
         )
     show(found)
     missed = tolerance is not None and found.keep is None

@@ -65,7 +65,7 @@ def explain(
     with asking(factory):
         made = made_by(factory)
         report = api.explain(
-            made.model, *made.args, options=options, device=device, **made.kwargs
+            made.model, *made.args, kwargs=made.kwargs, device=device, **options
         )
         written = (
             (json, report.to_json),

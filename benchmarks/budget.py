@@ -106,7 +106,7 @@ def _fill(row: Row, found: Frontier, model: Any, case: Case) -> None:
     shares = []
     for seed in (100, 101):
         args, kwargs = case.inputs(seed)
-        errors = autoamp.compare(model, *args, loss_fn=case.loss, **kwargs).errors
+        errors = autoamp.compare(model, *args, loss_fn=case.loss, kwargs=kwargs).errors
         shares.append(errors.output / limits["outputs"])
         shares.append(errors.gradients / limits["gradients"])
     row.unseen = max(shares)

@@ -56,10 +56,10 @@ def graphs() -> dict[str, list[Rewritten]]:
     for case in track((*PAPER, *WRITTEN), "capturing", transient=True):
         args, kwargs = case.inputs(0)
         model = case.model().train()
-        told = autoamp.explain(model, *args, options={"precision": "bf16"}, **kwargs)
+        told = autoamp.explain(model, *args, precision="bf16", kwargs=kwargs)
         found[case.name] = list(told.rewritten)
     model, args, kwargs = one_token()
-    told = autoamp.explain(model, *args, options={"precision": "bf16"}, **kwargs)
+    told = autoamp.explain(model, *args, precision="bf16", kwargs=kwargs)
     return found | {"gpt2, one token": list(told.rewritten)}
 
 

@@ -61,7 +61,7 @@ CASES: tuple[tuple[str, Callable[[], nn.Module], Callable[[], torch.Tensor]], ..
 
 def _explained(model: nn.Module, given: torch.Tensor, **kwargs: Any) -> Report:
     options = {"precision": "bf16", "do_no_harm": False}
-    made = autoamp.explain(model, given, options=options, **kwargs)
+    made = autoamp.explain(model, given, **options, kwargs=kwargs)
     str(made)
     return made
 

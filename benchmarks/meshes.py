@@ -57,7 +57,7 @@ def measured(name: str, _: Setting) -> Row:
         f"transformers:LlamaConfig({LLAMA[size]})",
         mesh=mesh,
         device=DEVICE,
-        options={"precision": "bf16"},
+        precision="bf16",
     )
     seconds = time.perf_counter() - begin
     used = resource.getrusage(resource.RUSAGE_SELF)

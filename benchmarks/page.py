@@ -125,7 +125,7 @@ def flat_report(ops: int) -> Report:
 
 def _reported(model: nn.Module, given: torch.Tensor) -> Report:
     options = {"precision": "bf16", "do_no_harm": False}
-    return autoamp.explain(model, given, options=options)
+    return autoamp.explain(model, given, **options)
 
 
 def measure(name: str, made: Report, path: Path, repeats: int) -> Measured:

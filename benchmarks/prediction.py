@@ -57,7 +57,7 @@ def measured(name: str, setting: Setting = CPU_BF16) -> Row:
     args, kwargs = to_device(case.inputs(0), setting.device)
     options = {"precision": setting.precision}
     model = case.model().to(setting.device)
-    found = autoamp.explain(model, *args, options=options, **kwargs).headline
+    found = autoamp.explain(model, *args, **options, kwargs=kwargs).headline
     predicted = found.seconds_fp32, found.seconds_autocast, found.seconds
     if None in predicted:
         message = f"no time is predicted in {setting.precision} on {setting.device}"

@@ -67,16 +67,16 @@ def main(argv: list[str] | None = None) -> int:
     model, x = Decaying(given.width), torch.randn(256, 64)
 
     print("1. why is exp in fp32?\n")
-    before = autoamp.explain(model, x, options=OPTIONS)
+    before = autoamp.explain(model, x, **OPTIONS)
     print(before.why("exp"))
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "mine.toml"
         path.write_text(RULES)
         moved = {**OPTIONS, "rules": str(path)}  # laid over the built-in rules
-        after = autoamp.explain(model, x, options=moved)
+        after = autoamp.explain(model, x, **moved)
         comparisons = [
-            autoamp.compare(model, x, options=options) for options in (OPTIONS, moved)
+            autoamp.compare(model, x, **options) for options in (OPTIONS, moved)
         ]
     exp = next(op for op in after.ops if op.name == "exp")
     print(f"\n2. mine.toml moves it:\n\n{RULES}\nexp now runs in {exp.precision}.")

@@ -65,7 +65,8 @@ def measured(width: int, side: int, batch: int) -> autoamp.Bench:
     return autoamp.bench(
         make_model(width).to(device),
         torch.randn(batch, 3, side, side, device=device),
-        options={"precision": low, "do_no_harm": False},
+        precision=low,
+        do_no_harm=False,
         ways=["autoamp"],
         rounds=1,
         steps=1,

@@ -85,7 +85,8 @@ def measured(
     return autoamp.bench(
         resnet(blocks).to(device),
         torch.randn(batch, 3, side, side, device=device),
-        options={"precision": low, "do_no_harm": False},
+        precision=low,
+        do_no_harm=False,
         ways=["autoamp"],
         compiled=True,
         rounds=rounds,

@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     ]
 
     # The first capture of a process loads torch's compiler; both servers find it there.
-    autoamp.explain(make_model(8), torch.randn(1, 8), options=OPTIONS)
+    autoamp.explain(make_model(8), torch.randn(1, 8), **OPTIONS)
 
     right = True
     for name in ("not warmed", "warmed"):

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from autoamp.training.attach import expect_models, take_on
 from autoamp.training.boundary import innermost
 from autoamp.training.ledger import BACKWARDS
 from autoamp.training.masters import KEY as MASTERS_KEY
-from autoamp.training.options import Options
+from autoamp.training.options import ConvertOptions, Options
 from autoamp.training.snapshot_files import checked as recorded_to
 from autoamp_heat import INSIDE, Heat, passed_on
 
@@ -235,7 +235,10 @@ _switch = threading.RLock()
 
 
 def enable(
-    *, report_dir: str | Path | None = None, hot: bool = True, **options: Any
+    *,
+    report_dir: str | Path | None = None,
+    hot: bool = True,
+    **options: Unpack[ConvertOptions],
 ) -> None:
     """Converts every model of this process from now on, once the model is hot.
 

@@ -6,21 +6,45 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self, TypedDict, get_args
 
 import torch
 
 from autoamp import compat
-from autoamp.dtypes import LOW_DTYPES, parse_low_dtype, short_name
+from autoamp.dtypes import LOW_DTYPES, Precision, parse_low_dtype, short_name
 from autoamp.errors import OptionError, RulesError
 from autoamp.messages import advice
 from autoamp.passes.kernels.table import KERNEL_NAMES
 from autoamp.passes.rules import Category, Rules
 from autoamp.passes.rules.model import COMPLETE, TENSORFLOW
 
-PLACEMENTS = ("optimal", "tensorflow", "promote", "forced")
-OBJECTIVES = ("time", "memory")
-BACKENDS = ("eager", "inductor")
+Placement = Literal["optimal", "tensorflow", "promote", "forced"]
+Objective = Literal["time", "memory"]
+Backend = Literal["eager", "inductor"]
+
+# The check of a value and the type of a value are one list.
+PLACEMENTS: tuple[str, ...] = get_args(Placement)
+OBJECTIVES: tuple[str, ...] = get_args(Objective)
+BACKENDS: tuple[str, ...] = get_args(Backend)
+
+
+class RewriteOptions(TypedDict, total=False):
+    """The options that `autoamp.rewrite` takes; see `autoamp.convert`."""
+
+    precision: Precision | torch.dtype
+    rules: Rules | str | None
+    allow: Sequence[str]
+    deny: Sequence[str]
+    infer: Sequence[str]
+    clear: Sequence[str]
+    keep: Sequence[str]
+    placement: Placement
+    objective: Objective
+    do_no_harm: bool
+    strict: bool
+    fuse: bool
+    unfused: Sequence[str]
+    calibrate: bool
 
 
 @dataclass(frozen=True)
@@ -46,16 +70,16 @@ class PassOptions:
         RulesError: `rules` or an op name is unusable.
     """
 
-    precision: str | torch.dtype = "auto"
+    precision: Precision | torch.dtype = "auto"
     rules: Rules | str | None = None
     allow: Sequence[str] = ()
     deny: Sequence[str] = ()
     infer: Sequence[str] = ()
     clear: Sequence[str] = ()
     keep: Sequence[str] = ()
-    backend: str | Callable[..., Any] = "eager"
-    placement: str = "optimal"
-    objective: str = "time"
+    backend: Backend | Callable[..., Any] = "eager"
+    placement: Placement = "optimal"
+    objective: Objective = "time"
     do_no_harm: bool = True
     strict: bool = False
     fuse: bool = True
@@ -74,8 +98,8 @@ class PassOptions:
             object.__setattr__(self, name, _strings(name, getattr(self, name)))
         if self.precision != "auto" and parse_low_dtype(self.precision) is None:
             raise OptionError(
-                f"precision={self.precision!r} is not a low precision: give 'auto', "
-                f"{', '.join(map(repr, LOW_DTYPES))} or their torch dtypes"
+                f"precision={self.precision!r} is not a low precision: give "
+                f"{', '.join(map(repr, get_args(Precision)))} or a low torch dtype"
             )
         choice("placement", self.placement, PLACEMENTS)
         choice("objective", self.objective, OBJECTIVES)

@@ -322,7 +322,7 @@ def diff(old: SavedReport, new: SavedReport) -> Diff:
         ...     options |= {"precision": "bf16", "do_no_harm": False}
         ...     model, x = torch.nn.Linear(8, 8), torch.ones(4, 8)
         ...     path = os.path.join(tempfile.mkdtemp(), "precision.json")
-        ...     _ = autoamp.explain(model, x, options=options).to_json(path)
+        ...     _ = autoamp.explain(model, x, **options).to_json(path)
         ...     return load(path)
         >>> found = diff(saved(), saved(deny=["linear"]))
         >>> [(change.old.name, change.new.precision) for change in found.changed]

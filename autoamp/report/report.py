@@ -48,7 +48,7 @@ class Report(Document):
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Softmax(-1))
         >>> options = {"precision": "bf16", "do_no_harm": False}
-        >>> report = autoamp.explain(model, torch.randn(8, 64), options=options)
+        >>> report = autoamp.explain(model, torch.randn(8, 64), **options)
         >>> [(op.op, op.precision) for op in report.ops]
         [('aten::linear.default', 'bf16'), ('aten::softmax.int', 'bf16')]
     """

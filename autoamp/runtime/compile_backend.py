@@ -26,7 +26,7 @@ from autoamp.runtime.engine import Engine
 from autoamp.runtime.program import THREAD, inside_a_call
 from autoamp.runtime.record import Record, announce
 from autoamp.training.attach import new_scaling
-from autoamp.training.options import Options
+from autoamp.training.options import ConvertOptions, Options
 from autoamp.training.scale import resolve_loss_scale
 from autoamp.training.uncalled import expect_no_calls
 
@@ -108,7 +108,7 @@ def autoamp_backend(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     *,
-    options: dict[str, Any] | None = None,
+    options: ConvertOptions | None = None,
     **_: Any,
 ) -> Callable[..., Any]:
     """Rewrites a graph for `torch.compile(model, backend="autoamp", options={...})`.

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autoamp.dtypes import short_name
 from autoamp.messages import class_name
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.entry import Entry
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 REPLICATE = "_replicate_for_data_parallel"
 PICKLE, REDUCE, COPY = "__getstate__", "__reduce_ex__", "__deepcopy__"
 SCRIPT = "__prepare_scriptable__"
+SHOWN = "extra_repr"
 OUR_ATTRIBUTES = (STATE, REPLICATE, PICKLE, REDUCE, COPY, SCRIPT)
 """The names we set in the `__dict__` of a model, besides methods that compute."""
 
@@ -154,7 +156,8 @@ DECLINED = WeakIdKeyDictionary()
 
 def own_methods(attributes: dict[str, Any], state: Conversion) -> list[str]:
     """Names of our methods that are still in a model's `__dict__`."""
-    return [n for n in state.methods if getattr(attributes.get(n), MADE_HERE, False)]
+    names = (*state.methods, SHOWN)
+    return [n for n in names if getattr(attributes.get(n), MADE_HERE, False)]
 
 
 def without_ours(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
@@ -164,11 +167,9 @@ def without_ours(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     if not isinstance(conversion, Conversion):
         return kept
     kept |= {k: v for k, v in conversion.replaced.items() if k in OUR_ATTRIBUTES}
-    if conversion.bound is None:
-        return kept
     for name in own_methods(kept, conversion):
         del kept[name]
-    if kept.get("forward") == conversion.bound:
+    if conversion.bound is not None and kept.get("forward") == conversion.bound:
         del kept["forward"]
         if conversion.previous is not None:
             kept["forward"] = conversion.previous
@@ -240,9 +241,27 @@ def install(model: nn.Module) -> Conversion:
     for method in (_replicate_for_data_parallel, __getstate__, __deepcopy__):
         own[method.__name__] = types.MethodType(method, model)
     own[SCRIPT] = types.MethodType(__prepare_scriptable__, model)
+    if SHOWN not in own:
+        own[SHOWN] = types.MethodType(extra_repr, model)
     if _reduces_itself(model):
         own[REDUCE] = types.MethodType(__reduce_ex__, model)
     return state
+
+
+def extra_repr(self: nn.Module) -> str:
+    """The line of `print(model)`, which says that the model is converted."""
+    shown = type(self).extra_repr(self)
+    state = conversion_of(self)
+    is_part = state is not None and state.root is not None  # its root says so
+    if state is None or state.engine is None or state.bound is None or is_part:
+        return shown
+    said = f"converted by autoamp: {short_name(state.engine.record.low)}"
+    if not shown:
+        return said
+    return f"{shown}\n{said}" if "\n" in shown else f"{shown}, {said}"
+
+
+extra_repr.__dict__[MADE_HERE] = True
 
 
 # Pickle finds a bound method again by this name.

@@ -8,7 +8,7 @@ without graphs shared with other models.
 from __future__ import annotations
 
 import contextlib
-import inspect
+import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -58,30 +58,30 @@ def checked_model(model: Any) -> nn.Module:
     return model
 
 
-def refuse_options(question: str, model: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuses keyword arguments for the model that are options of `convert`.
+def call_keywords(
+    question: str, kwargs: Mapping[str, Any] | None, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The keyword arguments of the call that a question is about.
+
+    One law holds for all questions, and for `export`: positional arguments and `kwargs`
+    are the model's, other keywords are options.
 
     Raises:
-        OptionError: a keyword is the name of an option, and the model's forward does
-            not take it.
+        OptionError: `kwargs` is no dict, or there is no option of some name.
     """
-    found = [name for name in kwargs if name in OPTION_NAMES]
-    if not found or not isinstance(model, nn.Module):
-        return
-    try:
-        takes = inspect.signature(type(inside_wrappers(model)).forward).parameters
-    except (TypeError, ValueError):  # a forward without a signature may take anything
-        return
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values()):
-        return
-    wrong = [name for name in found if name not in takes]
-    if wrong:
-        meant = ", ".join(f'"{name}": {kwargs[name]!r}' for name in wrong)
+    for name in options.keys() - {*OPTION_NAMES}:
+        close = difflib.get_close_matches(name, OPTION_NAMES, 1)
+        meant = f"; did you mean {close[0]}?" if close else "."
         raise OptionError(
-            f"{question}() passes {', '.join(wrong)} on to {class_name(model)}, whose "
-            f"forward does not take {'it' if len(wrong) == 1 else 'them'}; write "
-            f"options={{{meant}}}"
+            f"{question}() has no option {name!r}{meant} A keyword argument of the "
+            f"model goes into kwargs={{{name!r}: ...}}. The options are "
+            f"{', '.join(OPTION_NAMES)}"
         )
+    if not isinstance(kwargs, Mapping | None):
+        raise OptionError(
+            f"kwargs={kwargs!r} is not a dict of keyword arguments of the model"
+        )
+    return dict(kwargs or {})
 
 
 def options_for(

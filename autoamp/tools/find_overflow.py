@@ -362,12 +362,10 @@ def find_overflow_model(
         raise OptionError(
             f"loss_fn={loss_fn!r} is not a function of the model's output"
         )
-    if given is not None and not isinstance(given, Mapping):
-        raise OptionError(f"options={given!r} is not a dict of options of convert()")
     call: Call = (args, dict(kwargs))
     _check_devices(model, call)
     # By default a model that is not converted is examined in fp16.
-    options = options_for(model, given, Options(precision=short_name(NARROWEST)))
+    options = options_for(model, given, Options(precision=NARROWEST))
     low, options = required_precision(model, options, even_at_a_loss=True)
     trains = model.training or loss_fn is not None
     label = class_name(model)

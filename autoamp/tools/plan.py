@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, Unpack, overload
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from autoamp.messages import class_name, counted
 from autoamp.passes.decide.devices import full_name, memory_of, named_device, product_of
 from autoamp.report.report import Report
 from autoamp.runtime.eligible import parameters_of, required_precision
-from autoamp.runtime.examine import checked_model, options_for, refuse_options
+from autoamp.runtime.examine import call_keywords, checked_model, options_for
 from autoamp.runtime.stand_in import Call
 from autoamp.tools.bench_step import batch_size, token_count
 from autoamp.tools.plan_mesh import (
@@ -41,6 +41,7 @@ from autoamp.tools.plan_step import (
     said_by,
 )
 from autoamp.tools.plan_ways import AUTOCAST, Setting, Tell, WayStep, steps_of
+from autoamp.training.options import ConvertOptions
 
 ELSEWHERE = "cuda:sm_80"
 """The default device of a plan on a machine without a GPU."""
@@ -55,30 +56,47 @@ LEAST_BATCHES = 4
 """Micro-batches for each stage, where none are given."""
 
 
+class _PlanOptions(ConvertOptions, total=False):
+    kwargs: Mapping[str, Any] | None
+    device: str | None
+    batch: int
+    sequence: int | None
+    inference: bool
+    optimizer: str | Make
+    node: int
+    network: int
+    microbatches: int | None
+
+
 @overload
 def plan(
-    model: nn.Module | str, *args: Any, mesh: None = None, **asked: Any
+    model: nn.Module | str,
+    *args: Any,
+    mesh: None = None,
+    **asked: Unpack[_PlanOptions],
 ) -> Plan: ...
 
 
 @overload
-def plan(model: nn.Module | str, *args: Any, mesh: str, **asked: Any) -> MeshPlan: ...
+def plan(
+    model: nn.Module | str, *args: Any, mesh: str, **asked: Unpack[_PlanOptions]
+) -> MeshPlan: ...
 
 
 def plan(
     model: nn.Module | str,
     *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
     device: str | None = None,
     batch: int = 1,
     sequence: int | None = None,
-    infer: bool = False,
+    inference: bool = False,
     optimizer: str | Make = "adamw",
-    options: Mapping[str, Any] | None = None,
     mesh: str | None = None,
     node: int = 8,
     network: int = 400,
     microbatches: int | None = None,
-    **kwargs: Any,
+    **options: Unpack[ConvertOptions],
 ) -> Plan | MeshPlan:
     """Predicts time and peak memory of a step in fp32, autocast and autoamp.
 
@@ -91,23 +109,23 @@ def plan(
             configuration of transformers with literal arguments, such as
             "transformers:LlamaConfig(num_hidden_layers=8)"; a type of model, such as
             "transformers:gpt2"; or the path of a config.json of Hugging Face.
-        *args: the arguments of a call, where the model is a module.
+        *args, kwargs: the arguments of a call, where the model is a module.
         device: the device to plan for, as for `autoamp.explain` ("h100", "rtx4090"); by
             default the GPU of this machine, and "cuda:sm_80" where there is none.
         batch: samples of a step of a named model.
         sequence: tokens of a sample of a named model; by default as many as the model
             takes, at most 1,024.
-        infer: whether a step is a call in eval mode without gradients.
+        inference: whether a step is a call in eval mode without gradients.
         optimizer: "adamw", "sgd" (with momentum), "none", or a function that makes an
             optimizer of a list of parameters.
-        options: keyword arguments of `convert`, such as `{"precision": "bf16"}`.
         mesh: many devices, such as "dp=512,tp=8,pp=4": replicas, devices that share
             each layer, and stages; `batch` is then a micro-batch of one replica.  The
             layers of a model of transformers are split by the plan of its class.
         node: devices of a node of a mesh.
         network: gigabits a second of the network of each device of a mesh.
         microbatches: micro-batches of a step on a mesh; by default four for each stage.
-        **kwargs: keyword arguments of the call.
+        **options: as for `convert`; they are added to the options of a converted
+            model.
 
     Returns:
         The figures in bytes and seconds, on a mesh those of one device; `print(plan)`
@@ -124,20 +142,22 @@ def plan(
         >>> found.way("fp32").weights, found.way("fp32").optimizer
         (67125248, 134250504)
     """
-    refuse_options("plan", model, kwargs)
+    named = call_keywords("plan", kwargs, options)
     if isinstance(model, str):
-        if args or kwargs:
+        if args or named:
             raise OptionError(
                 "plan() makes the arguments of a named model itself; give none"
             )
         make = partial(
-            named_model, model, batch=batch, sequence=sequence, trains=not infer
+            named_model, model, batch=batch, sequence=sequence, trains=not inference
         )
     else:
-        make = partial(_given, checked_model(model), (args, kwargs), mesh)
+        make = partial(_given, checked_model(model), (args, named), mesh)
     if batch < 1 or (sequence is not None and sequence < 1):
         raise OptionError("batch and sequence must be numbers above 0")
-    asked = Asked(device, infer, optimizer, options, mesh, node, network, microbatches)
+    asked = Asked(
+        device, inference, optimizer, options, mesh, node, network, microbatches
+    )
     return plan_of(make, asked)
 
 

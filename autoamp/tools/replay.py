@@ -115,7 +115,7 @@ def _options(snapshot: Snapshot, notes: list[str]) -> dict[str, Any]:
     if left_out := [n for n in facts.get("options_left_out", ()) if n != "loss_scale"]:
         notes.append(
             f"the snapshot could not hold the options {', '.join(left_out)}: give them "
-            "as options={...} of autoamp.find_overflow(model, snapshot=...)"
+            "to autoamp.find_overflow(model, snapshot=..., OPTION=...)"
         )
     return found
 

@@ -7,21 +7,66 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from autoamp import compat
 from autoamp.dtypes import UNSCALED
 from autoamp.errors import OptionError
 from autoamp.messages import log_once
-from autoamp.passes.options import PassOptions, choice, names_of, switch
+from autoamp.passes.options import (
+    Backend,
+    PassOptions,
+    RewriteOptions,
+    choice,
+    names_of,
+    switch,
+)
 from autoamp.passes.rows import SavedReport
 from autoamp.passes.saved import load
-from autoamp.training.scale import LOSS_SCALES, resolve_loss_scale
+from autoamp.training.scale import (
+    LOSS_SCALES,
+    LossScale,
+    LossScaleName,
+    resolve_loss_scale,
+)
 
 logger = logging.getLogger(__name__)
 
-WEIGHT_COPIES = ("kept", "every call")
-MASTERS = ("fp32", "off")
+WeightCopies = Literal["kept", "every call"]
+Masters = Literal["fp32", "off"]
+
+WEIGHT_COPIES: tuple[str, ...] = get_args(WeightCopies)
+MASTERS: tuple[str, ...] = get_args(Masters)
+
+
+class ExportOptions(RewriteOptions, total=False):
+    """The options that `autoamp.export` takes; see `autoamp.convert`."""
+
+    # A lock holds an exported program to its placement as it holds a model.
+    lock: str | os.PathLike[str] | None
+
+
+class ConvertOptions(ExportOptions, total=False):
+    """Options of `autoamp.convert`, for a dict that type checkers know.
+
+    All functions that take `**options` take these, and so does `options=` of
+    `torch.compile(model, backend="autoamp")`; `autoamp.convert` explains them.
+
+    Example:
+        >>> options: autoamp.ConvertOptions = {"precision": "bf16", "do_no_harm": False}
+        >>> model = autoamp.convert(torch.nn.Linear(64, 64), **options)
+        >>> autoamp.is_converted(model)
+        True
+    """
+
+    loss_scale: LossScaleName | float | LossScale
+    backend: Backend | Callable[..., Any]
+    weight_copies: WeightCopies
+    masters: Masters
+    heal: bool
+    guard: bool
+    exact_casts: bool
+    record: str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True)
@@ -40,9 +85,9 @@ class Options(PassOptions):
         RulesError: `rules` or an op name is unusable.
     """
 
-    loss_scale: Any = "auto"
-    weight_copies: str = "kept"
-    masters: str = "fp32"
+    loss_scale: LossScaleName | float | LossScale = "auto"
+    weight_copies: WeightCopies = "kept"
+    masters: Masters = "fp32"
     lock: SavedReport | str | os.PathLike[str] | None = None
     heal: bool = False
     guard: bool = True
@@ -85,8 +130,9 @@ class Options(PassOptions):
 OPTION_NAMES = names_of(Options)
 """The options that a caller may give."""
 
-FOR_MODELS = frozenset(OPTION_NAMES) - frozenset(names_of(PassOptions))
-"""The options that the passes alone do not take."""
+NOT_OF_REWRITE = ConvertOptions.__annotations__.keys() - RewriteOptions.__annotations__
+NOT_OF_EXPORT = ConvertOptions.__annotations__.keys() - ExportOptions.__annotations__
+"""The options for a model that is called and trained, or compiled here."""
 
 
 def _report(value: Any) -> SavedReport | None:

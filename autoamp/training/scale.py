@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import inf
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -26,7 +26,9 @@ MIN_SCALE = 2.0**-14
 larger than 10**9, and the loss, or something before it, is at fault.  (The floor is not
 1, as in DeepSpeed: where a script scales its loss by hand, our scale goes below 1.)"""
 
-LOSS_SCALES = ("auto", "dynamic", "off")
+LossScaleName = Literal["auto", "dynamic", "off"]
+
+LOSS_SCALES: tuple[str, ...] = get_args(LossScaleName)
 """Names of loss scales; a number or a `LossScale` may be given as well."""
 
 LOOKS = 5

@@ -34,7 +34,7 @@ def explained() -> autoamp.Report:
     from nets import small  # type: ignore[import-not-found]
 
     model, args = small()
-    return autoamp.explain(model, *args, options=BF16)
+    return autoamp.explain(model, *args, **BF16)
 
 
 # -- explain ---------------------------------------------------------------------------
@@ -47,19 +47,19 @@ def test_options_reach_explain(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
     def explain(model: nn.Module, *args: Any, **given: Any) -> Any:
         seen.append((args, given))
-        return real(model, *args, **{**given, "options": {}, "device": None})
+        return real(model, *args, kwargs=given["kwargs"])
 
     monkeypatch.setattr(api, "explain", explain)
     given = "--precision fp16 --rules torch-cuda --placement forced --no-do-no-harm"
     assert call(f"explain nets:{name} {given} --device cuda:sm_90").exit_code == 0
     call(f"explain nets:{name}")
     options = {"precision": "fp16", "rules": "torch-cuda", "placement": "forced"}
-    of_factory = {"times": 3} if name == "thrice" else {}
+    of_factory = {"kwargs": {"times": 3} if name == "thrice" else {}}
     (args, named), (_, bare) = seen
     assert torch.equal(args[0], torch.ones(64, 64))
-    wanted = {"options": {**options, "do_no_harm": False}, "device": "cuda:sm_90"}
+    wanted = {**options, "do_no_harm": False, "device": "cuda:sm_90"}
     assert named == {**wanted, **of_factory}
-    assert bare == {"options": {}, "device": None, **of_factory}
+    assert bare == {"device": None, **of_factory}
 
 
 def test_a_report_is_printed_and_written_as_the_library_makes_it(

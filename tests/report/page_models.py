@@ -105,7 +105,7 @@ class ResNet(nn.Module):
 def explained(model: nn.Module, *args: Tensor, **options: object) -> autoamp.Report:
     """The report of `explain` with everything converted that may be, but `exp`."""
     given = {"precision": "bf16", "do_no_harm": False, "deny": ["exp"], **options}
-    return autoamp.explain(model, *args, options=given)
+    return autoamp.explain(model, *args, **given)
 
 
 def layers_report(blocks: int = 2) -> autoamp.Report:

@@ -193,7 +193,7 @@ def loss(m: Any, x: Tensor) -> Any:
 def test_odd_models(call: Callable[..., Any]) -> None:
     model = Of(call, gru=nn.GRU(8, 8, bidirectional=False), head=line(8))
     x = torch.randn(3, 2, 8)
-    look_at_all(autoamp.explain(model, x, options=BF16))
+    look_at_all(autoamp.explain(model, x, **BF16))
     autoamp.convert(model, **BF16)
     model(x).sum().backward()
     look_at_all(autoamp.report(model))
@@ -204,7 +204,7 @@ def test_a_part_that_fails_costs_itself(broken: str, monkeypatch, caplog) -> Non
     monkeypatch.setattr("autoamp.messages.CAUGHT", (Exception,))
     model, given = between("Linear")
     device = "cpu:amx"  # a device whose times are predicted
-    report = autoamp.explain(model, *given, options=BF16, device=device)
+    report = autoamp.explain(model, *given, **BF16, device=device)
 
     def fails(*_: object) -> None:
         raise KeyError("<planted>")

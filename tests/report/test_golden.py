@@ -68,7 +68,7 @@ def many(m: Any, x: Tensor) -> Tensor:
 
 def explained(model: nn.Module, *args: Tensor, **options: object) -> autoamp.Report:
     given = {"precision": "bf16", "do_no_harm": False, "deny": ["exp"], **options}
-    return autoamp.explain(model, *args, options=given, device="cuda:sm_80")
+    return autoamp.explain(model, *args, **given, device="cuda:sm_80")
 
 
 def report(**options: object) -> autoamp.Report:

@@ -99,7 +99,7 @@ def test_what_explain_wrote_holds_a_conversion(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "precision.json"
-    autoamp.explain(Broken(), X, options=BF16).to_json(path)
+    autoamp.explain(Broken(), X, **BF16).to_json(path)
     assert len(graphs_in(path)) == 2
     run(Broken(), str(path), strict=True)
     assert warned(caplog) == []

@@ -104,7 +104,7 @@ def test_reasons_stand_in_the_order_of_the_summary() -> None:
     model = nn.Sequential(nn.Linear(2048, 2048), *(nn.Softplus() for _ in range(4)))
     options = {"deny": ["linear", "softplus"]}
     x = torch.randn(2048, 2048)
-    report = autoamp.explain(model, x, options=options, device="cuda:sm_80")
+    report = autoamp.explain(model, x, **options, device="cuda:sm_80")
     ((_, graph),) = pairs_of(report)
     stayed = graph["tables"]["stayed"]
     by_bytes = sorted(report.stayed, key=lambda group: -group.bytes)

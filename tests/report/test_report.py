@@ -130,7 +130,7 @@ def test_flipping_a_node_costs_what_trying_every_labelling_says() -> None:
 def test_predicted_times_are_the_prices_that_were_minimised() -> None:
     model = nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512), nn.Linear(512, 512))
     x, device = torch.randn(4096, 512), "cuda:sm_80"
-    report = autoamp.explain(model, x, device=device, options={"keep": ["1", "2"]})
+    report = autoamp.explain(model, x, device=device, keep=["1", "2"])
     said, figures = str(report), json.loads(report.to_json())["headline"]
     (costs,), times, headline = report.costs, report.prediction, report.headline
     assert times is not None
@@ -194,7 +194,7 @@ def because(model: nn.Module, *shape: int, **options: Any) -> autoamp.Report:
     given = {"precision": "fp16", "do_no_harm": False, **options}
     with torch.device("meta"):
         model, x = model.to("meta").requires_grad_(False), torch.empty(shape)
-        return autoamp.explain(model, x, device="cuda:sm_70", options=given)
+        return autoamp.explain(model, x, device="cuda:sm_70", **given)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -218,7 +218,7 @@ def test_where_no_time_is_predicted_the_reason_is_given() -> None:
     report = because(nn.Linear(8, 8), 4, 8, objective="memory")
     assert report.because.endswith("the placement was chosen for memory.")
     x = torch.randn(4, 8)
-    report = autoamp.explain(nn.Linear(8, 8), x, device="cpu:plain", options=BF16)
+    report = autoamp.explain(nn.Linear(8, 8), x, device="cpu:plain", **BF16)
     assert "no faster than fp32 on this device" in report.because
     report = autoamp.explain(nn.Flatten(), x.long(), device="cuda:sm_70")
     assert report.because == "No time is predicted, because no float op was captured."
@@ -261,7 +261,7 @@ def test_the_summary_of_gpt2_fits_a_screen() -> None:
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(config)
     ids = torch.zeros(1, 64, dtype=torch.long)
-    report = autoamp.explain(model, input_ids=ids, device="cuda:sm_80")
+    report = autoamp.explain(model, kwargs={"input_ids": ids}, device="cuda:sm_80")
     assert len(str(report).splitlines()) <= 24
     says(report, "50,257", "50,264", module="lm_head")
 

@@ -126,9 +126,7 @@ def test_an_undocumented_key_and_a_wrong_type_are_found() -> None:
 
 def told(model: nn.Module, x: torch.Tensor, **options: Any) -> Any:
     given = {"precision": "bf16", **options}
-    return json.loads(
-        autoamp.explain(model, x, options=given, device="cuda:sm_90").to_json()
-    )
+    return json.loads(autoamp.explain(model, x, **given, device="cuda:sm_90").to_json())
 
 
 def test_the_costs_of_ops_and_casts_add_up_to_the_predicted_time() -> None:

@@ -32,7 +32,7 @@ ARGS = torch.arange(4), torch.ones(4, 16)
 
 
 def report_of(**options: object) -> autoamp.Report:
-    return autoamp.explain(Net(), *ARGS, options={**BF16, **options})
+    return autoamp.explain(Net(), *ARGS, **{**BF16, **options})
 
 
 def node_of(report: autoamp.Report, op: str, last: bool = True) -> str:
@@ -102,7 +102,7 @@ class Odd(nn.Module):
 )
 def test_every_node_has_an_answer(given: dict[str, object]) -> None:
     options = {**BF16, **given}
-    report = autoamp.explain(Odd(), torch.randn(4, 16), options=options)
+    report = autoamp.explain(Odd(), torch.randn(4, 16), **options)
     answers = {}
     for row in report.ops:
         graph = f"{row.graph}/{row.body}" if row.body else row.graph

@@ -18,6 +18,7 @@ NAMES = {
     "CaptureError",
     "CheckpointError",
     "Comparison",
+    "ConvertOptions",
     "DynamicLossScale",
     "ExportError",
     "Frontier",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, fx, nn
 
 import autoamp
-from autoamp.training.options import OPTION_NAMES
 from tests.logs import warned
 from tests.says import says
 from tests.small_models import BF16, WIDTH, mlp
@@ -143,7 +141,7 @@ def test_rules_without_the_built_in_ones_are_refused(tmp_path: Path) -> None:
     laid = autoamp.Rules.default("bf16").merge(mine)
     options = {**BF16, "allow": ["linear"], "rules": mine}
     for given in ({**BF16, "rules": laid}, options):
-        ops = autoamp.explain(model, X, options=given).ops
+        ops = autoamp.explain(model, X, **given).ops
         assert all(op.is_low for op in ops if op.op.startswith("aten::linear"))
 
 
@@ -153,7 +151,7 @@ def test_rules_without_the_built_in_ones_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ask", [autoamp.explain, autoamp.compare])
 def test_questions_refuse_them_too(ask: Any) -> None:
     with pytest.raises(autoamp.OptionError) as raised:
-        ask(Net(), X, options={**BF16, "keep": ["haed"]})
+        ask(Net(), X, **BF16, keep=["haed"])
     says(raised, "'head'")
 
 
@@ -194,16 +192,32 @@ def models(kind: type[nn.Linear]) -> list[nn.Linear]:
     return [kind(WIDTH, 4), autoamp.convert(kind(WIDTH, 4), **BF16)]
 
 
-@pytest.mark.parametrize("question", ["explain", "compare", "find_overflow", "tune"])
-def test_a_question_says_where_options_go(question: str) -> None:
-    for option, model in itertools.product(OPTION_NAMES, models(nn.Linear)):
+QUESTIONS = ["explain", "compare", "find_overflow", "tune", "bench", "plan", "export"]
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("name", ["weight", "loss_scales", "options", "budget"])
+def test_a_question_says_where_arguments_go(question: str, name: str) -> None:
+    given = (X,) if question == "export" else X
+    for model in models(nn.Linear):
         with pytest.raises(autoamp.OptionError) as raised:
-            getattr(autoamp, question)(model, X, **{option: "bf16"})
-        says(raised, f"{question}()", option=f"options={{\"{option}\": 'bf16'}}")
+            getattr(autoamp, question)(model, given, **{name: "bf16"})
+        says(raised, f"{question}()", option=f"kwargs={{'{name}': ...}}")
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_question_takes_a_dict_of_arguments(question: str) -> None:
+    given = (X,) if question == "export" else X
+    with pytest.raises(autoamp.OptionError) as raised:
+        getattr(autoamp, question)(nn.Linear(WIDTH, 4), given, kwargs=[X])
+    says(raised, option="kwargs=[")
 
 
 @pytest.mark.parametrize("kind", [TakesAPrecision, TakesAnything])
-def test_a_keyword_of_the_models_own_goes_to_the_model(kind: type[nn.Linear]) -> None:
+def test_an_option_and_an_argument_may_share_a_name(kind: type[nn.Linear]) -> None:
+    own = {"precision": "bf16"}
     for model in models(kind):
-        autoamp.explain(model, X, precision="bf16")
-        autoamp.find_overflow(model, X, precision="bf16")
+        for question in (autoamp.explain, autoamp.find_overflow, autoamp.compare):
+            question(model, X, kwargs=own, precision="fp16", do_no_harm=False)
+    program = autoamp.export(kind(WIDTH, 4), (X,), own, precision="bf16")
+    assert program.module()(X, **own).shape == (len(X), 4)

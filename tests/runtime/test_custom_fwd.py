@@ -245,8 +245,8 @@ def test_the_report_says_so_and_questions_can_be_asked() -> None:
     found = run(model)
     assert not torch.equal(found[0], run(Model(PRODUCT))[0])
     says(reason_of(model), "autocast", "bf16")
-    assert autoamp.compare(Model(PRODUCT), X, options=LOW).errors.output > 0
-    assert autoamp.explain(Model(PRODUCT), X, options=LOW) is not None
+    assert autoamp.compare(Model(PRODUCT), X, **LOW).errors.output > 0
+    assert autoamp.explain(Model(PRODUCT), X, **LOW) is not None
 
 
 def test_the_older_decorator_counts_on_its_own_device_alone() -> None:

@@ -80,7 +80,7 @@ def test_a_class_attribute_counts_and_a_submodules_too() -> None:
 
     model = Net()
     model.encoder.layer[1] = Kept()
-    kept = wide(autoamp.explain(model, X, options={**BF16, "keep": ["head"]}))
+    kept = wide(autoamp.explain(model, X, **{**BF16, "keep": ["head"]}))
     assert kept == {"head", "encoder.layer.1.attention.query"}
     converted(model, keep=["head"])(X)
     assert fp32_in(model) == kept
@@ -90,7 +90,7 @@ def test_a_class_attribute_counts_and_a_submodules_too() -> None:
 def test_what_is_no_list_of_names_means_nothing(given: Any) -> None:
     model = Net()
     model._keep_in_fp32_modules_strict = given
-    assert wide(autoamp.explain(model, X, options=BF16)) == set()
+    assert wide(autoamp.explain(model, X, **BF16)) == set()
 
 
 @pytest.mark.usefixtures("automatic")

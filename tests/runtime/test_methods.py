@@ -169,6 +169,14 @@ def test_one_called_by_forward_is_part_of_its_graph() -> None:
     assert len(autoamp.report(model).graphs) == 1
 
 
+def test_revert_takes_them_away_though_forward_was_replaced() -> None:
+    model = converted(Autoencoder())
+    model.forward = model.head.forward
+    autoamp.revert(model)
+    assert model.encode(torch.ones(2, 8)).shape == (2, 4)
+    assert "encode" not in vars(model)
+
+
 def test_revert_takes_them_away() -> None:
     model = Autoencoder()
     before = dict(model.__dict__)

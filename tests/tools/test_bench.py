@@ -31,7 +31,7 @@ X = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
 
 @pytest.fixture(scope="module")
 def trained() -> autoamp.Bench:
-    return autoamp.bench(layers(), X, ways=WAYS, options=EVEN, **QUICK)
+    return autoamp.bench(layers(), X, ways=WAYS, **EVEN, **QUICK)
 
 
 def test_every_way_has_its_figures(trained) -> None:
@@ -82,7 +82,7 @@ def test_peak_memory_holds_weights_and_optimizer_state(trained) -> None:
 def test_the_model_and_the_process_are_left_alone() -> None:
     model = layers().eval()
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    autoamp.bench(model, X, ways=WAYS, options=EVEN, **QUICK)
+    autoamp.bench(model, X, ways=WAYS, **EVEN, **QUICK)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert not model.training
     assert all(p.grad is None for p in model.parameters())
@@ -92,7 +92,7 @@ def test_the_model_and_the_process_are_left_alone() -> None:
 
 
 def test_inference_saves_nothing_for_a_backward() -> None:
-    found = autoamp.bench(layers(), X, ways=["half"], infer=True, **QUICK)
+    found = autoamp.bench(layers(), X, ways=["half"], inference=True, **QUICK)
     assert found.work == "inference"
     assert [row.losses for row in found.rows] == [(), ()]
     assert [row.saved for row in found.rows] == [None, None]
@@ -275,10 +275,10 @@ def test_bytes_are_those_of_the_benchmark_suite(name: str) -> None:
         case.model(),
         *args,
         ways=("autocast", "autoamp"),
-        options=EVEN,
+        **EVEN,
         loss_fn=case.loss,
         **QUICK,
-        **kwargs,
+        kwargs=kwargs,
     )
     for way in ("fp32", "autocast", "autoamp"):
         count = count_step(case, way)

@@ -49,21 +49,21 @@ def test_input_bound() -> None:
 
 @pytest.mark.usefixtures("bf16_units")
 def test_tiny_model() -> None:
-    found = measured(layers(), torch.randn(2, 16), infer=True)
+    found = measured(layers(), torch.randn(2, 16), inference=True)
     assert found.helps is not True
     says(found.sentence, "its matrices are too small")
 
 
 @pytest.mark.usefixtures("bf16_units")
 def test_launch_bound() -> None:
-    found = measured(layers(8, depth=60), torch.randn(2, 8), infer=True)
+    found = measured(layers(8, depth=60), torch.randn(2, 8), inference=True)
     assert found.helps is not True
     says(found.sentence, "time to start its 120 ops")
 
 
 def test_no_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", dict)
-    found = measured(layers(64), torch.randn(64, 64), infer=True)
+    found = measured(layers(64), torch.randn(64, 64), inference=True)
     assert found.helps is not True
     says(found.sentence, "has no units that multiply bf16")
     says(found.sentence, "cuda:sm_80")
@@ -74,7 +74,7 @@ def test_noise_is_no_gain_where_nothing_runs_low(
 ) -> None:
     monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", dict)
     monkeypatch.setattr("autoamp.tools.bench_answer.surely_less", lambda *_: True)
-    found = measured(layers(64), torch.randn(64, 64), infer=True)
+    found = measured(layers(64), torch.randn(64, 64), inference=True)
     assert found.helps is None
     assert found.sentence.startswith("no: this device")
 
@@ -82,7 +82,7 @@ def test_noise_is_no_gain_where_nothing_runs_low(
 @pytest.mark.usefixtures("bf16_units")
 def test_already_half() -> None:
     model, x = layers(64).to(BF16), torch.randn(8, 64, dtype=BF16)
-    found = autoamp.bench(model, x, infer=True, **QUICK)
+    found = autoamp.bench(model, x, inference=True, **QUICK)
     says(found.answer.sentence, "weights are bf16 already")
     assert found.answer.helps is not True
     assert found.rows[0].way == "as it is"
@@ -91,7 +91,7 @@ def test_already_half() -> None:
 @pytest.mark.usefixtures("bf16_units")
 @pytest.mark.parametrize("rules", [{"keep": ["0", "1"]}, {"deny": ["linear", "relu"]}])
 def test_all_fp32_rules(rules: dict[str, list[str]]) -> None:
-    found = measured(layers(64), torch.randn(64, 64), infer=True, options=rules)
+    found = measured(layers(64), torch.randn(64, 64), inference=True, **rules)
     assert found.helps is not True
     says(found.sentence, "rules keep 100% of the predicted time in fp32")
 

@@ -72,7 +72,7 @@ def test_errors_are_those_of_the_converted_model(
     options = {**BF16, "precision": precision, "loss_scale": "off"}
     output, gradients = errors_by_hand(model, x, **options)
     torch.manual_seed(7)
-    found = autoamp.compare(model, x, options=options)
+    found = autoamp.compare(model, x, **options)
     assert found.errors.output == pytest.approx(output, rel=1e-3)
     if precision == "bf16":  # fp16 is compared at a loss scale, and has less error
         assert found.errors.gradients == pytest.approx(gradients, rel=1e-3)
@@ -81,7 +81,7 @@ def test_errors_are_those_of_the_converted_model(
 
 def test_the_op_and_the_module_that_cost_most_come_first() -> None:
     torch.manual_seed(0)
-    found = autoamp.compare(Net(), torch.randn(8, 32), options=BF16)
+    found = autoamp.compare(Net(), torch.randn(8, 32), **BF16)
     products = [node for node in found.nodes if "linear" in node.op]
     assert {node.module for node in products} == {"tame", "rough", "head"}
     assert "sub" in found.nodes[0].op
@@ -96,7 +96,7 @@ def test_a_region_in_fp32_has_the_error_of_keep() -> None:
     torch.manual_seed(0)
     model, x = Net(), torch.randn(8, 32)
     model.drop.p = 0.0
-    found = autoamp.compare(model, x, options=BF16)
+    found = autoamp.compare(model, x, **BF16)
     for region in found.regions:
         if region.module in ("rough", "head"):
             output, _ = errors_by_hand(model, x, keep=[region.module])
@@ -106,9 +106,9 @@ def test_a_region_in_fp32_has_the_error_of_keep() -> None:
 def test_the_set_for_a_tolerance_is_minimal_and_reaches_it(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Net(), torch.randn(8, 32)
-    plain = autoamp.compare(model, x, options=BF16)
+    plain = autoamp.compare(model, x, **BF16)
     wanted = plain.errors.worst / 4
-    found = autoamp.compare(model, x, options=BF16, tolerance=wanted)
+    found = autoamp.compare(model, x, **BF16, tolerance=wanted)
     assert found.keep == ("rough",)
     assert found.kept_errors is not None
     assert found.kept_errors.worst <= wanted
@@ -121,17 +121,17 @@ def test_the_set_for_a_tolerance_is_minimal_and_reaches_it(tmp_path: Path) -> No
 
 
 def test_a_tolerance_that_is_had_anyway_keeps_nothing() -> None:
-    found = autoamp.compare(Net(), torch.randn(8, 32), options=BF16, tolerance=10.0)
+    found = autoamp.compare(Net(), torch.randn(8, 32), **BF16, tolerance=10.0)
     assert found.keep == ()
     with pytest.raises(autoamp.OptionError) as raised:
-        autoamp.compare(Net(), torch.randn(8, 32), options=BF16).to_rules("x.toml")
+        autoamp.compare(Net(), torch.randn(8, 32), **BF16).to_rules("x.toml")
     says(raised, option="tolerance")
 
 
 def test_autocast_stands_beside_it() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU()), torch.randn(4, 16)
-    found = autoamp.compare(model, x, options=BF16)
+    found = autoamp.compare(model, x, **BF16)
     assert found.autocast is not None
     assert found.autocast.output == pytest.approx(found.errors.output, rel=0.2)
 
@@ -140,10 +140,10 @@ def test_bad_questions_are_refused() -> None:
     model, x = Net(), torch.randn(8, 32)
     for tolerance in (0.0, -1.0, math.inf):
         with pytest.raises(autoamp.OptionError) as raised:
-            autoamp.compare(model, x, options=BF16, tolerance=tolerance)
+            autoamp.compare(model, x, **BF16, tolerance=tolerance)
         says(raised, option=f"tolerance={tolerance}")
     with pytest.raises(autoamp.OptionError) as raised:
-        autoamp.compare(model, x, options=BF16, loss_fn=lambda output: output)
+        autoamp.compare(model, x, **BF16, loss_fn=lambda output: output)
     says(raised, "one element", option="loss_fn")
     with pytest.raises(autoamp.UnsupportedModelError) as raised:
         autoamp.compare(nn.Linear(4, 4).double(), torch.randn(2, 4).double())
@@ -171,6 +171,6 @@ def test_a_branch_that_only_one_precision_takes_is_compared(wide: bool) -> None:
     torch.manual_seed(0)
     model, x = Branches(wide=wide), torch.randn(4, 8)
     model.edge = model.first(x).double().sum().item()
-    found = autoamp.compare(model, x, options=BF16)
+    found = autoamp.compare(model, x, **BF16)
     assert found.errors.output > 0.1  # two branches, of two layers
     assert {node.graph for node in found.nodes} == {0}

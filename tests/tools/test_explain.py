@@ -56,7 +56,7 @@ def decided(report: autoamp.Report) -> list[tuple[str, str, str, str]]:
 def test_explain_says_what_convert_then_does(make: type[nn.Module]) -> None:
     model = make()
     x = torch.randn(4, 16 if make is Net else 8)
-    said = autoamp.explain(model, x, options=BF16)
+    said = autoamp.explain(model, x, **BF16)
     autoamp.convert(model, **BF16)
     model(x)
     done = autoamp.report(model)
@@ -73,7 +73,7 @@ def test_a_converted_model_is_explained_under_its_own_options_and_goes_on() -> N
     before = autoamp.report(model)
     said = autoamp.explain(model, x)
     assert [op.precision for op in said.ops if op.module == "up"] == ["fp32"]
-    other = autoamp.explain(model, x, options={"keep": ["down"]})
+    other = autoamp.explain(model, x, keep=["down"])
     assert [op.precision for op in other.ops if op.module == "down"] == ["fp32"]
     after = autoamp.report(model)
     assert after.runs == before.runs
@@ -104,8 +104,8 @@ def test_cpu_facts_do_not_leak_into_a_gpu() -> None:
     """Torch has fp16 kernels of `avg_pool3d` on CUDA, and none on CPU."""
     model = nn.Sequential(nn.Conv3d(8, 8, 3), nn.AvgPool3d(2), nn.Conv3d(8, 8, 3))
     x, options = torch.randn(2, 8, 12, 12, 12), {**BF16, "precision": "fp16"}
-    here = autoamp.explain(model, x, options=options)
-    there = autoamp.explain(model, x, options=options, device="cuda:sm_80")
+    here = autoamp.explain(model, x, **options)
+    there = autoamp.explain(model, x, **options, device="cuda:sm_80")
     assert [op.precision for op in here.ops] == ["fp16", "fp32", "fp16"]
     says(here.ops[1].reason, "fp16", "cpu")
     assert [op.precision for op in there.ops] == ["fp16", "fp16", "fp16"]
@@ -128,12 +128,12 @@ def test_bad_questions_are_refused_and_change_nothing() -> None:
         autoamp.explain(model, x, device="cuda:sm_12")
     says(raised, "cuda:sm_12", option="cuda:sm_70")
     with pytest.raises(autoamp.OptionError) as raised:
-        autoamp.explain(model, x, options={"precison": "bf16"})
+        autoamp.explain(model, x, precison="bf16")
     says(raised, option="'precison'")
     with pytest.raises(autoamp.UnsupportedModelError):
         autoamp.explain(torch.relu, x)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError) as own:
-        autoamp.explain(model, torch.randn(4, 5), options=BF16)
+        autoamp.explain(model, torch.randn(4, 5), **BF16)
     says(own, "running_mean")
     assert vars(model) == before
     assert not autoamp.is_converted(model)

@@ -38,7 +38,7 @@ def options(precision: str) -> dict[str, Any]:
 
 def test_compare_computes_on_the_mesh(net: nn.Module) -> None:
     """Each op's error is of its rounding: stand-ins hold no data, and would show."""
-    found = autoamp.compare(net, X, options=options("bf16"))
+    found = autoamp.compare(net, X, **options("bf16"))
     errors = [each.added for each in found.nodes]
     assert any(each.op.startswith("autoamp::") for each in found.nodes)
     assert all(math.isfinite(each) and each < 0.02 for each in errors)
@@ -48,7 +48,7 @@ def test_compare_computes_on_the_mesh(net: nn.Module) -> None:
 def test_an_overflow_is_found_where_it_is(net: nn.Module) -> None:
     with torch.no_grad():
         net[2].weight.mul_(1e6)
-    found = autoamp.find_overflow(net, X, options=options("fp16"))
+    found = autoamp.find_overflow(net, X, **options("fp16"))
     says(found, op="linear", module="in 2")
 
 

@@ -17,10 +17,10 @@ import autoamp
 from tests.small_models import BF16
 
 QUESTIONS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
-    "explain": lambda m, x: autoamp.explain(m, x, options=BF16),
-    "compare": lambda m, x: autoamp.compare(m, x, options=BF16),
-    "find_overflow": lambda m, x: autoamp.find_overflow(m, x, options=BF16),
-    "tune": lambda m, x: autoamp.tune(m, x, options=BF16),
+    "explain": lambda m, x: autoamp.explain(m, x, **BF16),
+    "compare": lambda m, x: autoamp.compare(m, x, **BF16),
+    "find_overflow": lambda m, x: autoamp.find_overflow(m, x, **BF16),
+    "tune": lambda m, x: autoamp.tune(m, x, **BF16),
 }
 
 

@@ -164,7 +164,7 @@ def test_what_is_kept_and_why(
 ) -> None:
     takes(times)
     model = Net().train(why == "scale")
-    found = autoamp.tune(model, image(), options=options)
+    found = autoamp.tune(model, image(), **options)
     assert found.chosen == kept
     assert why in str(found)
 
@@ -261,7 +261,7 @@ def test_a_model_that_raises_is_left_as_it_was() -> None:
 )
 def test_options_that_leave_nothing_to_choose(options: dict[str, Any]) -> None:
     with pytest.raises(OptionError) as raised:
-        autoamp.tune(Net(), image(), options=options)
+        autoamp.tune(Net(), image(), **options)
     says(raised, option=[*options])
 
 
@@ -272,7 +272,7 @@ def test_what_cannot_be_tuned() -> None:
         autoamp.tune(Net().double(), image().double())
     says(raised, "float64")
     with pytest.raises(OptionError) as refused:
-        autoamp.tune(Net(), image(), loss_fn=lambda y: y, options=BF16)
+        autoamp.tune(Net(), image(), loss_fn=lambda y: y, **BF16)
     says(refused, option="loss_fn")
 
 

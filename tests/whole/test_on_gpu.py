@@ -440,16 +440,16 @@ def test_questions(where: str, tmp_path: Path) -> None:
     def loss(logits: Any) -> Tensor:
         return F.cross_entropy(logits.float().reshape(-1, 128), batch.reshape(-1))
 
-    report = autoamp.explain(model, batch, options=options)
+    report = autoamp.explain(model, batch, **options)
     assert report.headline.seconds is not None or where == "cpu"
-    print(autoamp.compare(model, batch, options=options, loss_fn=loss))
+    print(autoamp.compare(model, batch, **options, loss_fn=loss))
     fp16 = {**options, "precision": "fp16"}
-    print(autoamp.find_overflow(model, batch, loss_fn=loss, options=fp16))
+    print(autoamp.find_overflow(model, batch, loss_fn=loss, **fp16))
     found = autoamp.bench(
-        model, batch, loss_fn=loss, options=options, rounds=2, steps=2, seconds=5
+        model, batch, loss_fn=loss, **options, rounds=2, steps=2, seconds=5
     )
     print(found)
-    tuned = autoamp.tune(model, batch, loss_fn=loss, options=options)
+    tuned = autoamp.tune(model, batch, loss_fn=loss, **options)
     print(tuned)
     report.to_html(tmp_path / "report.html")
     assert (tmp_path / "report.html").stat().st_size

@@ -55,7 +55,7 @@ def written(root: str) -> dict[str, str]:
     rewritten = autoamp.rewrite(program, given, precision="bf16", do_no_harm=False)
     return {
         "explained": autoamp.explain(
-            Net(), torch.ones(4, 8), options=options, device="cpu:amx"
+            Net(), torch.ones(4, 8), **options, device="cpu:amx"
         ).to_json(),
         "converted": net_report().to_json(),
         "a program of every op there is": rewritten.code,

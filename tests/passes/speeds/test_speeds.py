@@ -348,10 +348,10 @@ def test_convert_and_explain_place_by_what_was_measured(
         model(x)
         for report in (
             autoamp.report(model),
-            autoamp.explain(net(), x, options=BF16 | {"calibrate": calibrate}),
+            autoamp.explain(net(), x, **(BF16 | {"calibrate": calibrate})),
         ):
             assert report.headline.device.endswith(", measured") is calibrate
-    named = autoamp.explain(net(), x, options=BF16, device="cpu:amx")
+    named = autoamp.explain(net(), x, **BF16, device="cpu:amx")
     assert named.headline.device == "CPU with AMX"
 
 

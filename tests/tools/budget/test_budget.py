@@ -274,7 +274,7 @@ def test_the_report_shows_it() -> None:
     said = report.why(next(op.name for op in report.ops if op.module == "loud"))
     assert "% of the squared error allowed" in said
     assert "<- chosen" in str(report.frontier)
-    plain = autoamp.explain(Net().eval(), data[0], options=BF16)
+    plain = autoamp.explain(Net().eval(), data[0], **BF16)
     assert plain.frontier is None
     assert json.loads(plain.to_json())["budget"] is None
 

@@ -70,7 +70,7 @@ def test_a_lock_holds_the_export_too(
     tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "precision.json"
-    autoamp.explain(two(), X, options=BF16).to_json(path)
+    autoamp.explain(two(), X, **BF16).to_json(path)
     autoamp.export(two(), (X,), lock=path, **BF16)
     assert warned(caplog) == []
     other = {**BF16, "lock": path, "deny": ["linear"]}

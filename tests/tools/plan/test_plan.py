@@ -63,7 +63,7 @@ class Reads(nn.Linear):
 
 @pytest.fixture(scope="module")
 def gpt2() -> autoamp.Plan:
-    return autoamp.plan(GPT2_NAME, batch=2, sequence=32, device="cpu", options=BF16)
+    return autoamp.plan(GPT2_NAME, batch=2, sequence=32, device="cpu", **BF16)
 
 
 def test_saved_bytes_are_those_of_a_real_run(gpt2: autoamp.Plan) -> None:
@@ -187,7 +187,7 @@ def test_the_table_and_the_json_hold_the_figures(mlp: autoamp.Plan) -> None:
 def test_a_call_for_inference_keeps_nothing_and_has_no_optimizer() -> None:
     with torch.device("meta"):
         model, x = Mlp(), torch.empty(64, 512)
-    found = autoamp.plan(model, x, device="cuda:sm_70", infer=True)
+    found = autoamp.plan(model, x, device="cuda:sm_70", inference=True)
     assert model.training
     for way in found.ways:
         assert way.saved == way.gradients == way.optimizer == 0

@@ -247,7 +247,7 @@ def test_a_call_from_python_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     assert not model.training
     assert found.rule is not None
     cure = {"deny": found.rule.deny, "keep": found.rule.keep}
-    assert not autoamp.find_overflow(model, snapshot=tmp_path, options=cure)
+    assert not autoamp.find_overflow(model, snapshot=tmp_path, **cure)
 
 
 # -- what cannot be replayed says why --------------------------------------------------

@@ -54,7 +54,7 @@ def test_a_mask_of_the_lowest_number_is_not_near_its_limit() -> None:
 @pytest.mark.parametrize("factor", [1e5, 1e38 * 1e38])
 def test_bf16_has_the_range_of_fp32(factor: float) -> None:
     options = {"precision": "bf16"}
-    found = autoamp.find_overflow(line(), small(4) * factor, options=options)
+    found = autoamp.find_overflow(line(), small(4) * factor, **options)
     assert (bool(found), found.in_fp32) == (factor > 1e38, factor > 1e38)
     assert found.limit > 1e38
 
@@ -92,17 +92,18 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
     ),
     "no option": (
         line(),
-        {"options": {"precison": "fp16"}},
+        {"precison": "fp16"},
         autoamp.OptionError,
         ["precison"],
     ),
     "no loss function": (line(), {"loss_fn": 3}, autoamp.OptionError, ["loss_fn=3"]),
-    "no options": (
+    "an argument": (
         line(),
-        {"options": "fp16"},
+        {"options": {"precision": "fp16"}},
         autoamp.OptionError,
-        ["options='fp16'"],
+        ["kwargs={'options': ...}"],
     ),
+    "no keyword arguments": (line(), {"kwargs": "x"}, autoamp.OptionError, ["'x'"]),
 }
 
 

@@ -439,7 +439,7 @@ def test_for_another_device_its_rules_decide() -> None:
     model = Of(lambda m, x: swish(m.fc(x)) + m.fc(x), fc=nn.Linear(WIDTH, WIDTH))
     options = {"precision": "bf16", "do_no_harm": False}
     for device, expected in ((None, "bf16"), ("cuda:sm_90", "fp32")):
-        found = autoamp.explain(model, X, options=options, device=device)
+        found = autoamp.explain(model, X, **options, device=device)
         assert [row.precision for row in found.ops if row.kernel] == [expected]
 
 
