@@ -103,7 +103,7 @@ def _op(section: Section, rows: dict[str, OpRow], row: OpRow) -> Iterator[str]:
     yield f"{row.name} ({row.op}) of graph {section.key} runs in {row.precision}"
     yield f"  category   {row.category}: {MEANINGS[row.category]}"
     yield f"  rule       {row.rule} (from {shorten(row.origin)})"
-    why = f": {row.choice}" if row.choice else ", by that rule"
+    why = f": {row.choice}" if row.choice else ", because of this rule"
     yield f"  decision   {row.precision}{why}"
     if row.kernel:
         calls = counted(row.calls, "op")

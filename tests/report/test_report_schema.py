@@ -35,10 +35,11 @@ ANY_KEY = ("regret", "graphs[].placements")
 
 def documented() -> dict[str, tuple[type, ...]]:
     """Each key of the document's table to its types."""
-    rows = re.findall(r"^\| `([^`]+)` \| ([a-z ]+?) \| [^|]*\| [^|]+\|$", text(), re.M)
+    rows = re.findall(r"^\| (`.+?`) \| ([a-z ]+?) \| [^|]+\|$", text(), re.M)
     return {
         key: tuple(t for name in kinds.split(" or ") for t in TYPES[name])
-        for key, kinds in rows
+        for keys, kinds in rows
+        for key in re.findall(r"`([^`]+)`", keys)
     }
 
 

@@ -229,7 +229,7 @@ def _decision(row: OpRow) -> dict[str, Any]:
         "precision": row.precision,
         "rule": row.rule,
         "origin": shorten(row.origin),
-        "reason": row.choice or "by that rule",
+        "reason": row.choice or "because of this rule",
         "heading": row.heading,
         "listed": row.listed,
         "bytes": row.bytes,

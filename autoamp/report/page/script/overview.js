@@ -120,7 +120,7 @@ function examples(decided) {
   return [...firsts.values()].slice(0, 3);
 }
 
-const whyHigh = ({ rule, reason }) => (reason === "by that rule" ? rule : rule + "; " + reason);
+const whyHigh = ({ rule, reason }) => (reason === "because of this rule" ? rule : rule + "; " + reason);
 
 /** [place, island] pairs by place, with a number where one place has several islands. */
 function inOrder(alike) {
