@@ -58,7 +58,7 @@ def to_json(report: Document) -> str:
 
     Another version of torch or of autoamp is named in it.  Times of the pass are left
     out, because they differ from run to run.  Every key is described in
-    docs/report-schema.md.
+    docs/report.schema.json.
     """
     scale, coverage = report.loss_scale, report.coverage
     failed: dict[str, str] = {}

@@ -285,7 +285,7 @@ def _hardware(sections: Sequence[Section]) -> str:
 
 @dataclass(frozen=True)
 class Headline:
-    """The figures of the summary, which docs/report-schema.md describes one by one.
+    """The figures of the summary, which docs/report.schema.json describes one by one.
 
     Times are those of the prediction, None where no time is predicted; a body of a loop
     counts as run once.

@@ -80,7 +80,7 @@ class Report(Document):
     def to_json(self, path: str | Path | None = None) -> str:
         """The report as JSON, deterministic to the byte.
 
-        docs/report-schema.md describes the keys.
+        docs/report.schema.json describes the keys.
 
         Args:
             path: a file that the JSON is written to as well, whole or not at all.

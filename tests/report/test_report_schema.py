@@ -18,37 +18,45 @@ import autoamp
 from tests.small_models import Of
 
 REPO = Path(__file__).resolve().parents[2]
-DOCUMENT = REPO / "docs" / "report-schema.md"
+DOCUMENT = REPO / "docs" / "report.schema.json"
 
 TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
     "number": (int, float),
     "boolean": (bool,),
-    "list": (list,),
+    "array": (list,),
     "object": (dict,),
     "null": (type(None),),
 }
 ANY_KEY = ("regret", "graphs[].placements")
-"""Objects whose keys are names, written `*` in the document."""
+"""Objects whose keys are names, written `*` in `documented`."""
 
 
 def documented() -> dict[str, tuple[type, ...]]:
-    """Each key of the document's table to its types."""
-    rows = re.findall(r"^\| (`.+?`) \| ([a-z ]+?) \| [^|]+\|$", text(), re.M)
-    return {
-        key: tuple(t for name in kinds.split(" or ") for t in TYPES[name])
-        for keys, kinds in rows
-        for key in re.findall(r"`([^`]+)`", keys)
-    }
+    """Each key of the schema to its types; `[]` stands for each entry of a list."""
+    return dict(keys(json.loads(DOCUMENT.read_text(encoding="utf-8"))))
 
 
-def text() -> str:
-    return DOCUMENT.read_text(encoding="utf-8")
+def keys(schema: Any, path: str = "") -> Iterator[tuple[str, tuple[type, ...]]]:
+    """Every key below an object of the schema; each has a meaning and a type."""
+    for name, each in schema.get("properties", {}).items():
+        yield from key_of(each, f"{path}.{name}" if path else name)
+    if each := schema.get("additionalProperties"):
+        yield from key_of(each, f"{path}.*")
+
+
+def key_of(schema: Any, path: str) -> Iterator[tuple[str, tuple[type, ...]]]:
+    assert schema["description"], path
+    kinds = schema["type"]
+    names = kinds if isinstance(kinds, list) else [kinds]
+    yield path, tuple(found for name in names for found in TYPES[name])
+    yield from keys(schema, path)
+    yield from keys(schema.get("items", {}), f"{path}[]")
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value with its key, as the table writes keys."""
+    """Every value with its key, as `documented` writes keys."""
     if path:
         yield path, value
     if isinstance(value, dict):
