@@ -33,7 +33,7 @@ from autoamp.runtime.eligible import choose_graph_precision, fits, unfitting
 from autoamp.runtime.examine import call_keywords, options_for
 from autoamp.tools.bench import Bench
 from autoamp.tools.bench_measure import bench_model
-from autoamp.tools.bench_ways import KINDS
+from autoamp.tools.bench_ways import KINDS, WayName
 from autoamp.tools.budget import Budget
 from autoamp.tools.budget_convert import with_budget
 from autoamp.tools.compare import Comparison, compare_model
@@ -41,6 +41,7 @@ from autoamp.tools.explain import explain_model
 from autoamp.tools.export import export_model
 from autoamp.tools.export_files import load as load_file
 from autoamp.tools.export_program import Call
+from autoamp.tools.export_targets import TargetName
 from autoamp.tools.find_overflow import Overflow, find_overflow_model
 from autoamp.tools.replay import find_overflow_in
 from autoamp.tools.tune import Tuning, tune_model
@@ -109,8 +110,7 @@ def convert(
     lock: str | os.PathLike[str] | None = None,
     heal: bool = False,
     guard: bool = True,
-    fuse: bool = True,
-    unfused: Sequence[str] = (),
+    fuse: bool | Mapping[str, bool] = True,
     exact_casts: bool = False,
     calibrate: bool = True,
     record: str | os.PathLike[str] | None = None,
@@ -165,8 +165,7 @@ def convert(
         guard: whether steps with infinite or NaN gradients are skipped, in bf16 too.
         fuse: whether a chain of calls that torch has one kernel for runs as that kernel
             (a GELU or a norm written out), which computes in fp32 inside.
-        unfused: the names of kernels to switch off, such as ["gelu", "layer_norm"]
-            (docs/kernels.md lists all of them).
+            {"gelu": False} switches single kernels off (docs/kernels.md names them).
         exact_casts: whether the kernels of inductor round at each cast, as the graph
             does where it runs as it is; otherwise a value that is cast and read inside
             one kernel stays fp32 there.  "eager" rounds in any case; with another
@@ -221,7 +220,6 @@ def convert(
         heal=heal,
         guard=guard,
         fuse=fuse,
-        unfused=unfused,
         exact_casts=exact_casts,
         calibrate=calibrate,
         record=record,
@@ -326,7 +324,7 @@ def export(
     kwargs: Mapping[str, Any] | None = None,
     *,
     dynamic_shapes: Any = None,
-    target: str | None = None,
+    target: TargetName | None = None,
     out: str | os.PathLike[str] | None = None,
     **options: Unpack[ExportOptions],
 ) -> torch.export.ExportedProgram:
@@ -456,7 +454,8 @@ def _checked_optimizers(optimizer: Any, model: Any) -> list[torch.optim.Optimize
     """
     if optimizer is None:
         return []
-    given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    several = isinstance(optimizer, Sequence) and not isinstance(optimizer, str)
+    given = list(optimizer) if several else [optimizer]
     for each in given:
         name = type(each).__name__
         # The optimizer of an engine may be no `torch.optim.Optimizer`: the reason comes
@@ -678,7 +677,7 @@ def bench(
     data: Iterable[Any] | None = None,
     inference: bool = False,
     generate: int = 0,
-    ways: Iterable[str] = KINDS,
+    ways: Iterable[WayName] = KINDS,
     compiled: bool = False,
     rounds: int | None = None,
     seconds: float = 10.0,

@@ -9,7 +9,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
@@ -122,7 +122,8 @@ def advice(option: str, value: object, *, by_variables: bool) -> str:
 
     Args:
         option: an option of `convert`.
-        value: the value to give; a sequence of names for lists and `keep`.
+        value: the value to give; a sequence of names for lists and `keep`, a dict of
+            kernels that are off for `fuse`.
         by_variables: whether environment variables gave the options, so that there may
             be no line of code that names an option.
     """
@@ -132,6 +133,8 @@ def advice(option: str, value: object, *, by_variables: bool) -> str:
         return _on_command_line(option, value, names, listed)
     if not by_variables:
         return f"{option}={listed if names else repr(value)}"
+    if isinstance(value, Mapping):
+        return f"AUTOAMP_UNFUSED={','.join(value)}"
     if option == "keep":
         return f"AUTOAMP_RULES=FILE with keep.modules = {listed} in that file"
     if option in _LISTS:

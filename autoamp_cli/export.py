@@ -29,7 +29,7 @@ from autoamp_cli.words import TARGETS
 )
 @with_convert_options
 @click.argument("factory", metavar="MODULE:FACTORY")
-def export(factory: str, *, target: str, out: str, dynamic: bool, **given: Any) -> None:
+def export(factory: str, *, target: Any, out: str, dynamic: bool, **given: Any) -> None:
     """Writes the model that MODULE:FACTORY makes as a file, in mixed precision.
 
     FACTORY() returns (model, args) or (model, args, kwargs).  The file is an exported

@@ -46,7 +46,8 @@ def steps(name: str, side: int) -> dict[str, Callable[[], None]]:
     model = torchvisions(name)
     image = torch.randn(BATCH, 3, side, side)
     low = {"precision": "bf16", "do_no_harm": False, "strict": True}
-    captured = autoamp.convert(copy.deepcopy(model), **low, unfused=["channels_last"])
+    off = {"channels_last": False}
+    captured = autoamp.convert(copy.deepcopy(model), **low, fuse=off)
     last = autoamp.convert(copy.deepcopy(model), **low)
     narrow = copy.deepcopy(model).bfloat16().to(memory_format=torch.channels_last)
     low_image = image.bfloat16().contiguous(memory_format=torch.channels_last)

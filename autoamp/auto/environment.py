@@ -193,7 +193,7 @@ def _switch(option: str) -> _Parse:
 
 
 def _unfused(value: str, options: Options, *_: Any) -> dict[str, Any]:
-    return {"unfused": (*options.unfused, *_names(value))}
+    return {"fuse": options.without_kernels(*_names(value)).fuse}
 
 
 def _add(category: str) -> _Parse:

@@ -494,7 +494,7 @@ def _may_replace(work: Rewritten, kernel: str | None = None) -> bool:
     """Whether functions of autoamp's may come into a graph, of a kernel that is on."""
     assert work.rewritten is not None
     # A graph in which nothing is low gives the numbers of fp32 to the bit.
-    if not work.options.fuse or not work.rewritten.sums.low:
+    if work.options.fuse is False or not work.rewritten.sums.low:
         return False
     return kernel not in work.options.kernels_off
 

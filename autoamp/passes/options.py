@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypedDict, get_args
 
@@ -42,8 +42,7 @@ class RewriteOptions(TypedDict, total=False):
     objective: Objective
     do_no_harm: bool
     strict: bool
-    fuse: bool
-    unfused: Sequence[str]
+    fuse: bool | Mapping[str, bool]
     calibrate: bool
 
 
@@ -52,8 +51,8 @@ class PassOptions:
     """The options of the passes, with the names and defaults of `autoamp.convert`.
 
     Attributes:
-        fuse: whether kernels replace chains of calls.
-        unfused: the names of kernels to switch off.
+        fuse: whether kernels replace chains of calls; (name, False) for each kernel
+            that is switched off, where only some are.
         exact_casts: whether the kernels of inductor round at each cast.
         calibrate: whether prices are those of speeds measured on this machine.
         unlist: (category, op) pairs to take out of the rules.  Only the environment
@@ -82,8 +81,7 @@ class PassOptions:
     objective: Objective = "time"
     do_no_harm: bool = True
     strict: bool = False
-    fuse: bool = True
-    unfused: Sequence[str] = ()
+    fuse: bool | Mapping[str, bool] | tuple[tuple[str, bool], ...] = True
     exact_casts: bool = False
     calibrate: bool = True
     unlist: tuple[tuple[str, str], ...] = ()
@@ -105,9 +103,9 @@ class PassOptions:
         choice("objective", self.objective, OBJECTIVES)
         if not callable(self.backend):
             choice("backend", self.backend, BACKENDS, "or any Dynamo backend callable")
-        for name in ("do_no_harm", "strict", "fuse", "exact_casts", "calibrate"):
+        for name in ("do_no_harm", "strict", "exact_casts", "calibrate"):
             switch(name, getattr(self, name))
-        object.__setattr__(self, "unfused", _kernels(self.unfused))
+        object.__setattr__(self, "fuse", _kernels(self.fuse))
         self._check_exact_casts()
         self._check_rules()
 
@@ -162,8 +160,18 @@ class PassOptions:
         All kernels are off where TensorFlow's lists decide, since TensorFlow's pass
         replaces nothing.
         """
-        off = not self.fuse or self.placement == "tensorflow"
-        return KERNEL_NAMES if off else tuple(self.unfused)
+        if self.fuse is False or self.placement == "tensorflow":
+            return KERNEL_NAMES
+        return () if self.fuse is True else tuple(dict(self.fuse))
+
+    def without_kernels(self, *names: str) -> Self:
+        """A copy with some kernels switched off, beside those that are off already.
+
+        Raises:
+            OptionError: a name is no kernel.
+        """
+        off = dict.fromkeys((*self.kernels_off, *names), False)
+        return self if self.fuse is False else self.replace(fuse=off)
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some options changed, checked like a new one.
@@ -253,21 +261,27 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     return items
 
 
-def _kernels(value: Any) -> tuple[str, ...]:
-    names = _strings("unfused", value)
-    for name in names:
-        # A cut-off of 0: one kernel is always the closest.
-        (close,) = difflib.get_close_matches(name, KERNEL_NAMES, 1, 0.0)
-        if isinstance(value, str):
-            raise OptionError(
-                f"unfused={value!r} is a string; give a list: unfused=[{close!r}]"
-            )
+def _kernels(value: Any) -> bool | tuple[tuple[str, bool], ...]:
+    """The value of `fuse=`, with pairs in place of a dict, which has no hash."""
+    if isinstance(value, bool):
+        return value
+    try:
+        given = dict(value)
+    except (TypeError, ValueError):
+        raise OptionError(
+            f"fuse={value!r} is not True, False or a dict such as "
+            f"{{{KERNEL_NAMES[0]!r}: False}}"
+        ) from None
+    for name, on in given.items():
         if name not in KERNEL_NAMES:
+            # A cut-off of 0: one kernel is always the closest.
+            (close,) = difflib.get_close_matches(str(name), KERNEL_NAMES, 1, 0.0)
             raise OptionError(
-                f"unfused holds {name!r}, which is no kernel; did you mean {close!r}? "
+                f"fuse names {name!r}, which is no kernel; did you mean {close!r}? "
                 f"The kernels are {', '.join(KERNEL_NAMES)}"
             )
-    return names
+        switch(f"fuse[{name!r}]", on)
+    return tuple(sorted((name, on) for name, on in given.items() if not on)) or True
 
 
 def switch(name: str, value: Any) -> None:

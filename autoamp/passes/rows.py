@@ -64,7 +64,7 @@ class OpRow:
         listed: whether any rule knows the op.
         bytes: fp32 bytes that the op reads and writes; 0 for a view.
         kernel: the name of the kernel, where the op stands for a chain of the model's
-            calls (`unfused=` takes its name), else "".
+            calls (`fuse=` takes its name), else "".
         calls: the number of the model's calls that the op stands for.
         cost_fp32, cost_low: the op's price in either precision, without casts and
             without the reward for lowering it, in the unit of its section: 0.1 ns or

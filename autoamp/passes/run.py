@@ -123,7 +123,7 @@ def prepare(
     setting = replace(
         setting,
         free_weights=True,
-        own_kernels=eager and options.fuse,
+        own_kernels=eager and options.fuse is not False,
         own_ops=takes_our_ops(options),
         scaled=scaled,
     )

@@ -107,7 +107,7 @@ def _op(section: Section, rows: dict[str, OpRow], row: OpRow) -> Iterator[str]:
     yield f"  decision   {row.precision}{why}"
     if row.kernel:
         calls = counted(row.calls, "op")
-        left = advice("unfused", [row.kernel], by_variables=False)
+        left = advice("fuse", {row.kernel: False}, by_variables=False)
         yield (
             f"  stands for {calls} of the model, as one kernel ({left} keeps the "
             "model's ops)"

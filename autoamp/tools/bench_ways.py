@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -15,7 +16,9 @@ from autoamp.messages import class_name
 from autoamp.runtime.eligible import choose_precision, not_converted, parameters_of
 from autoamp.training.options import Options
 
-KINDS = ("fp32", "tf32", "autocast", "autoamp", "tuned", "half")
+WayName = Literal["fp32", "tf32", "autocast", "autoamp", "tuned", "half"]
+
+KINDS: tuple[WayName, ...] = get_args(WayName)
 """The kinds of ways that `ways=` may name, in the order in which they are shown."""
 
 _NAMES = {"tf32": "fp32, TF32", "tuned": "autoamp, tuned"}

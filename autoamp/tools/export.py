@@ -151,7 +151,7 @@ def _for_file(options: Options, target: Target) -> Options:
     choose layouts themselves.
     """
     off = [ATTENTION] if target.kind == "pt2" else [ATTENTION, CHANNELS_LAST]
-    return options.replace(unfused=tuple(dict.fromkeys([*options.unfused, *off])))
+    return options.without_kernels(*off)
 
 
 def _in_fp32(

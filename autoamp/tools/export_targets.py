@@ -22,6 +22,17 @@ from autoamp.training.options import Options
 
 Kind = Literal["pt2", "aoti", "onnx", "pte"]
 
+TargetName = Literal[
+    "pt2",
+    "aoti",
+    "onnx",
+    "onnxruntime-cpu",
+    "onnxruntime-cuda",
+    "tensorrt",
+    "executorch",
+]
+"""The names that `target=` takes; `targets.toml` has their facts."""
+
 SUFFIXES: dict[Kind, str] = {
     "pt2": ".pt2",
     "aoti": ".pt2",

@@ -36,6 +36,7 @@ from autoamp.tools.plan_result import MeshPlan, Plan, PlannedWay, Scale
 from autoamp.tools.plan_step import (
     Make,
     OptimizerCost,
+    OptimizerName,
     bytes_of,
     optimizer_cost,
     said_by,
@@ -62,7 +63,7 @@ class _PlanOptions(ConvertOptions, total=False):
     batch: int
     sequence: int | None
     inference: bool
-    optimizer: str | Make
+    optimizer: OptimizerName | Make
     node: int
     network: int
     microbatches: int | None
@@ -91,7 +92,7 @@ def plan(
     batch: int = 1,
     sequence: int | None = None,
     inference: bool = False,
-    optimizer: str | Make = "adamw",
+    optimizer: OptimizerName | Make = "adamw",
     mesh: str | None = None,
     node: int = 8,
     network: int = 400,

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -296,7 +296,9 @@ def _fake_like(real: Tensor, mode: compat.FakeTensorMode) -> Tensor:
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-OPTIMIZERS: dict[str, Make | None] = {
+OptimizerName = Literal["adamw", "sgd", "none"]
+
+OPTIMIZERS: dict[OptimizerName, Make | None] = {
     "adamw": torch.optim.AdamW,
     "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "none": None,

@@ -141,7 +141,7 @@ def _with_autoamp(model: nn.Module, call: Call, setting: Setting) -> WayStep:
     # The few numbers that loss scaling adds to a graph's inputs are left out.
     options = setting.options.replace(loss_scale="off")
     if setting.on_mesh:
-        options = options.replace(unfused=(*options.unfused, TOGETHER))
+        options = options.without_kernels(TOGETHER)
     with examined(model, options, setting.low, setting.device) as (twin, engine):
         copies = _LowCopies(setting.low)
         engine.play = copies.play

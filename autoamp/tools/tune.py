@@ -307,9 +307,8 @@ def _autocast(model: nn.Module, options: Options, low: torch.dtype) -> Way:
 def _without(kernel: str, way: Way) -> Way:
     """The same way without one kernel."""
     assert way.options is not None
-    unfused = (*way.options.kernels_off, kernel)
     name = f"{way.name}, without {kernel}"
-    return replace(way, name=name, options=way.options.replace(unfused=unfused))
+    return replace(way, name=name, options=way.options.without_kernels(kernel))
 
 
 def _under_autocast(
@@ -371,7 +370,7 @@ class Runner:
         return Timed(self.way.name, median, share, self.way.why_not, times)
 
     def kernels(self) -> list[str]:
-        """The names of the kernels and layouts in its graphs, for `unfused=`."""
+        """The names of the kernels and layouts in its graphs, for `fuse=`."""
         state = conversion_of(self.twin)
         if state is None or state.engine is None:
             return []

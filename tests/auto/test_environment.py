@@ -85,7 +85,7 @@ def problem(**variables: str) -> str:
         ("INFERLIST_ADD", ",", {"infer": ()}),
         ("ALLOWLIST_REMOVE", "mm", {"unlist": (("allow", "mm"),)}),
         ("FUSE", "0", {"fuse": False}),
-        ("UNFUSED", "gelu_tanh, rms_norm", {"unfused": ("gelu_tanh", "rms_norm")}),
+        ("UNFUSED", "gelu_tanh, rms_norm", {"kernels_off": ("gelu_tanh", "rms_norm")}),
     ],
 )
 def test_good_values(name: str, value: str, options: dict[str, object]) -> None:

@@ -81,7 +81,6 @@ OPTIONS: dict[str, Any] = {
     "heal": False,
     "guard": True,
     "fuse": True,
-    "unfused": (),
     "exact_casts": False,
     "calibrate": True,
     "record": None,

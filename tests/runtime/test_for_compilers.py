@@ -94,7 +94,7 @@ def test_inductor_gets_weights_of_convolutions_as_it_lays_them() -> None:
         assert p.grad is not None
         assert p.grad.stride() == p.stride()
     left = autoamp.convert(
-        nn.Conv2d(4, 8, 3), **BF16, backend="inductor", unfused=["channels_last"]
+        nn.Conv2d(4, 8, 3), **BF16, backend="inductor", fuse={"channels_last": False}
     )
     left(x)
     (weight,) = copies_of(left.weight)

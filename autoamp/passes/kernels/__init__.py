@@ -10,7 +10,7 @@ tells where the kernel is allowed and faster, and puts it into the graph:
     norms.py         norms and softmax of our own
 
 `functions/` has the functions that graphs then call, where torch has none.  `table.py`
-has the names that `unfused=` takes, and one row for each kernel of torch's that a chain
+has the names that `fuse=` takes, and one row for each kernel of torch's that a chain
 of calls may be.  `fuse.py` is the pass that runs before dtypes are chosen; the kernels
 that are put into a graph with its casts are passes of their own
 (`autoamp/passes/list.py`).

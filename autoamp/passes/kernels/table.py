@@ -30,7 +30,7 @@ class Kernel:
     """A function of one tensor that torch has a kernel for.
 
     Attributes:
-        name: the name by which `unfused=` switches the kernel off.
+        name: the name by which `fuse=` switches the kernel off.
         op: the kernel.
         meaning: the function that the kernel computes of the data (and of the epsilon,
             if it takes one) before weight and bias: a chain has to be proved to
@@ -181,4 +181,4 @@ KERNEL_NAMES: tuple[str, ...] = (
     CHANNELS_LAST,
     TOGETHER,
 )
-"""The names that `unfused=` takes."""
+"""The names that `fuse=` takes."""

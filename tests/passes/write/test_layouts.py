@@ -124,7 +124,7 @@ def test_a_norm_copies_no_rows_that_lie_in_memory(
     name: str, sizes: set[tuple[int, ...]]
 ) -> None:
     model, x = model_of(name), image()
-    plain = converted(copy.deepcopy(model), unfused=["channels_last"])
+    plain = converted(copy.deepcopy(model), fuse={"channels_last": False})
     assert cloned(plain, x, sizes) >= 2
     assert cloned(converted(model), x, sizes) == 0
 
@@ -132,7 +132,7 @@ def test_a_norm_copies_no_rows_that_lie_in_memory(
 def test_copies_are_refreshed_after_a_step_and_permuted_by_it() -> None:
     model, x = model_of("residual_blocks"), image()
     plain = copy.deepcopy(model)
-    converted(model), converted(plain, unfused=["channels_last"])
+    converted(model), converted(plain, fuse={"channels_last": False})
     for each in (model, plain):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
         for _ in range(3):

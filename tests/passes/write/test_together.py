@@ -177,7 +177,7 @@ def test_an_overflow_is_found() -> None:
 
 
 def test_it_can_be_switched_off() -> None:
-    model = converted(Net(), "bf16", unfused=["together"])
+    model = converted(Net(), "bf16", fuse={"together": False})
     gradients(model)
     assert not calls_of(graph_of(model), *TOGETHER)
 

@@ -251,7 +251,7 @@ LEFT = (
 @pytest.mark.parametrize("way", LEFT, ids=lambda way: way.__name__)
 def test_other_attention_is_left_alone(way: Way) -> None:
     model, x = made(way), given()
-    ours, plain = converted(model), converted(model, unfused=["attention"])
+    ours, plain = converted(model), converted(model, fuse={"attention": False})
     torch.manual_seed(0)
     found = seen(ours, ours, x)
     assert attentions(ours) == 0
@@ -264,7 +264,7 @@ def test_other_attention_is_left_alone(way: Way) -> None:
     "options",
     [
         {"fuse": False},
-        {"unfused": [ATTENTION]},
+        {"fuse": {ATTENTION: False}},
         {"keep": ["drop"]},
         {"deny": ["softmax"]},
         {"infer": ["matmul"]},

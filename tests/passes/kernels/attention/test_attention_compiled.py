@@ -82,7 +82,7 @@ def backwards(call: Callable[[Tensor], Tensor], length: int = 12) -> Counter[str
 def test_inductor_gets_the_backward_in_fp32(backend: Backend, model: type[Own]) -> None:
     assert backwards(converted(model(), backend=backend))[OURS] == 1
     assert backwards(converted(model(is_causal=True), backend=backend))[OURS] == 1
-    left = converted(model(), backend=backend, unfused=["attention_backward"])
+    left = converted(model(), backend=backend, fuse={"attention_backward": False})
     assert backwards(left) == {OURS: 0, TORCHS: 1}
 
 

@@ -206,7 +206,7 @@ def test_a_models_own_attention_has_it_unless_it_is_left_out() -> None:
 
     model = Own()
     assert backwards(converted(model)) == 1
-    assert backwards(converted(model, unfused=["attention_backward"])) == 0
+    assert backwards(converted(model, fuse={"attention_backward": False})) == 0
     assert backwards(converted(model, fuse=False)) == 0
 
 

@@ -241,7 +241,7 @@ def test_gradients_are_those_of_the_mask(name: str) -> None:
     torch.manual_seed(0)
     model = Attending((CAUSAL | NONE | OTHERS)[name], scale=0.3)
     ours = converted(model)
-    plain = converted(model, unfused=[CAUSAL_MASK, NO_MASK])
+    plain = converted(model, fuse={CAUSAL_MASK: False, NO_MASK: False})
     x, slopes = torch.randn(2, LENGTH, 24), []
     for each in (model, ours, plain):
         each(x).square().sum().backward()

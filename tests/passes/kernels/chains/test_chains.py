@@ -17,6 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import autoamp
+from autoamp.passes.kernels.table import KERNEL_NAMES
+from autoamp.training.options import Options
 from tests.metrics import relative_error
 from tests.passes.kernels.door import chains_in, proved, recognised
 from tests.says import says
@@ -332,7 +334,7 @@ def test_a_kernel_reads_and_writes_sixteen_bits() -> None:
     assert "stands for 8 ops of the model" in report.why(row.name)
 
 
-@pytest.mark.parametrize("off", [{"fuse": False}, {"unfused": ["gelu_tanh"]}])
+@pytest.mark.parametrize("off", [{"fuse": False}, {"fuse": {"gelu_tanh": False}}])
 def test_a_kernel_can_be_switched_off(off: dict[str, Any]) -> None:
     report = converted(Between(gelu_new), X, **off)
     assert kernels(report) == []
@@ -340,19 +342,34 @@ def test_a_kernel_can_be_switched_off(off: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "given", "told"),
+    ("given", "told"),
     [
-        ("unfused", ["gelu_tahn"], ["gelu_tahn", "gelu_tanh"]),
-        ("unfused", "gelu_tahn", ["unfused=['gelu_tanh']"]),
-        ("unfused", 1, ["unfused=1"]),
-        ("unfused", [1], ["1"]),
-        *(("fuse", given, ["True or False"]) for given in (None, 1, 0, ["gelu_tanh"])),
+        ({"gelu_tahn": False}, ["gelu_tahn", "gelu_tanh"]),
+        ({1: False}, ["1"]),
+        ({"gelu_tanh": 0}, ["'gelu_tanh'", "0", "True or False"]),
+        *((given, [repr(given)]) for given in (None, 1, 0, "gelu", ["gelu_tanh"])),
     ],
 )
-def test_a_bad_option_is_refused(option: str, given: Any, told: list[str]) -> None:
+def test_a_bad_option_is_refused(given: Any, told: list[str]) -> None:
     with pytest.raises(autoamp.OptionError) as raised:
-        autoamp.convert(Between(gelu_new), **{option: given})
-    says(raised, *told, option=option)
+        autoamp.convert(Between(gelu_new), fuse=given)
+    says(raised, *told, option="fuse")
+
+
+def test_equal_options_are_equal_however_they_are_written() -> None:
+    names = KERNEL_NAMES[:3]
+    off = Options(fuse=dict.fromkeys(names, False))
+    for same in (
+        Options(fuse=dict.fromkeys([*names[::-1]], False)),
+        Options(fuse={**dict.fromkeys(names, False), KERNEL_NAMES[4]: True}),
+        Options().without_kernels(*names[:2]).without_kernels(*names),
+        off.replace(strict=False),
+    ):
+        assert same == off
+        assert hash(same) == hash(off)
+    assert set(off.kernels_off) == set(names)
+    assert Options(fuse={names[0]: True}) == Options(fuse={}) == Options()
+    assert Options(fuse=False).without_kernels(*names).fuse is False
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_the_cast_that_attention_reads_is_part_of_the_call() -> None:
 
 
 def test_the_report_counts_it_and_fuse_leaves_it_out() -> None:
-    ours, plain = converted(model()), converted(model(), unfused=["rotary"])
+    ours, plain = converted(model()), converted(model(), fuse={"rotary": False})
     for each in (ours, plain):
         each(inputs())
     says(str(autoamp.report(ours)), 14, "rotary (2)")
