@@ -265,13 +265,12 @@ def _kernels(value: Any) -> bool | tuple[tuple[str, bool], ...]:
     """The value of `fuse=`, with pairs in place of a dict, which has no hash."""
     if isinstance(value, bool):
         return value
-    try:
-        given = dict(value)
-    except (TypeError, ValueError):
+    if not isinstance(value, Mapping | tuple):  # a tuple is what this function made
         raise OptionError(
             f"fuse={value!r} is not True, False or a dict such as "
             f"{{{KERNEL_NAMES[0]!r}: False}}"
-        ) from None
+        )
+    given = dict(value)
     for name, on in given.items():
         if name not in KERNEL_NAMES:
             # A cut-off of 0: one kernel is always the closest.

@@ -98,7 +98,7 @@ PARAMETERS = {
 
 
 def test_names() -> None:
-    assert sorted(autoamp.__all__) == sorted(NAMES)
+    assert sorted(autoamp.__all__) == dir(autoamp) == sorted(NAMES)
     for name in NAMES:
         assert (getattr(autoamp, name).__doc__ or "").strip(), name
         if name.endswith("Error"):

@@ -347,7 +347,10 @@ def test_a_kernel_can_be_switched_off(off: dict[str, Any]) -> None:
         ({"gelu_tahn": False}, ["gelu_tahn", "gelu_tanh"]),
         ({1: False}, ["1"]),
         ({"gelu_tanh": 0}, ["'gelu_tanh'", "0", "True or False"]),
-        *((given, [repr(given)]) for given in (None, 1, 0, "gelu", ["gelu_tanh"])),
+        *(
+            (given, [repr(given)])
+            for given in (None, 1, 0, "", "gelu", ["gelu_tanh"], set())
+        ),
     ],
 )
 def test_a_bad_option_is_refused(given: Any, told: list[str]) -> None:
