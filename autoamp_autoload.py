@@ -28,7 +28,7 @@ _NEED_NO_LOOK: dict[str, tuple[str, ...]] = {
     "AUTOAMP_HOT": ON,
     "AUTOAMP_DO_NO_HARM": ON,
     "AUTOAMP_GUARD": (*ON, *OFF),
-    "AUTOAMP_MASTERS": ("fp32", "off"),
+    "AUTOAMP_MASTERS": ("auto", "split", "fp32", "off"),
     "AUTOAMP_PRECISION": ("auto", "fp16", "bf16"),
     "AUTOAMP_STRICT": (*ON, *OFF),
 }

@@ -106,7 +106,7 @@ def convert(
     do_no_harm: bool = True,
     strict: bool = False,
     weight_copies: WeightCopies = "kept",
-    masters: Masters = "fp32",
+    masters: Masters = "auto",
     lock: str | os.PathLike[str] | None = None,
     heal: bool = False,
     guard: bool = True,
@@ -152,9 +152,12 @@ def convert(
             (C code with `w.data_ptr()`, a replayed CUDA graph), and a write by torch
             may move the weight away from that address.  "every call": each weight is
             copied at each call, and never moved.
-        masters: "fp32": half-precision weights that a named optimizer trains get fp32
-            master weights, which take 4 bytes a weight (docs/loss-scaling.md).  "off":
-            the optimizer updates the half-precision weights themselves.
+        masters: "auto": half-precision weights that a named optimizer trains get fp32
+            master weights (docs/loss-scaling.md).  A master costs 2 bytes beside a bf16
+            weight, which is its upper half, if the optimizer steps each weight by
+            itself, and otherwise 4 bytes.  "split": the same, and a line names the
+            weights whose masters cost 4 bytes.  "fp32": all masters cost 4 bytes.
+            "off": the optimizer updates the half-precision weights themselves.
         lock: the path of a committed report of this model (`Report.to_json`, `autoamp
             explain --json`).  A captured graph that is not placed as the report says
             causes one warning, or an error under `strict`.  A message names each graph

@@ -41,7 +41,9 @@ def _lists(function: Any) -> Any:
 @click.option(
     "--guard", metavar="0|1", help="0: step with infinite or NaN gradients too."
 )
-@click.option("--masters", metavar="M", help="off: no fp32 masters of half weights.")
+@click.option(
+    "--masters", metavar="M", help="Of half weights: auto, split, fp32 or off."
+)
 @click.option(
     "--fuse/--no-fuse",
     default=None,

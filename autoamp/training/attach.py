@@ -46,6 +46,7 @@ from autoamp.training.ranks import (
 from autoamp.training.remedy import Remedy
 from autoamp.training.scale import LossScale, NoLossScale
 from autoamp.training.scaling import ModelScaling, ScaleDomain
+from autoamp.training.separable import body_of
 from autoamp.training.step import (
     Way,
     evaluated,
@@ -172,7 +173,7 @@ def give_masters(
     if boundary.masters is not None:
         boundary.masters.name_after(model)
     elif has_half(boundary.params):
-        boundary.masters = Masters(boundary.optimizer)
+        boundary.masters = Masters(boundary.optimizer, split=options.masters != "fp32")
         boundary.masters.name_after(model)
         _say_made(boundary.masters, options)
 
@@ -206,7 +207,7 @@ def take_on(optimizer: Optimizer) -> None:
         return
     try:
         with attached([optimizer]) as [boundary]:
-            boundary.masters = _masters_for(boundary.optimizer)
+            boundary.masters = _masters_for(boundary.optimizer, options)
     except Exception as error:  # a script must not fail because of autoamp
         if options.strict:
             raise
@@ -228,13 +229,13 @@ def _wants_masters(optimizer: Optimizer) -> bool:
     return trains_half(optimizer) and optimizer not in _declined
 
 
-def _masters_for(optimizer: Optimizer) -> Masters:
+def _masters_for(optimizer: Optimizer, options: Options) -> Masters:
     """The masters of an optimizer that nobody named.
 
     They are saved by the names that the outermost modules have for the weights.
     """
     params = params_of(optimizer)
-    masters = Masters(optimizer)
+    masters = Masters(optimizer, split=options.masters != "fp32")
     try:
         models = compat.models_of_weights(params)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -250,19 +251,29 @@ def _masters_for(optimizer: Optimizer) -> Masters:
 
 def _say_made(masters: Masters, options: Options) -> None:
     """Says which weights have masters from now on, and what the masters cost."""
-    if not masters.of:
+    params = masters.params
+    if not params:
         return
-    dtypes = sorted({short_name(p.dtype) for p in masters.of})
+    dtypes = sorted({short_name(p.dtype) for p in params})
     logger.info(
         "autoamp: %s updates fp32 masters of %s in %s from now on, so that no small "
         "update is rounded away. The masters take %s, and the gradients and the state "
         "of the optimizer are fp32 too; %s does without",
         class_name(masters.optimizer),
-        counted(len(masters.of), "weight"),
+        counted(len(params), "weight"),
         " and ".join(dtypes),
         bytes_text(masters.bytes),
         options.advice("masters", "off"),
     )
+    if options.masters == "split" and masters.of:
+        alone = body_of(masters.optimizer) is not None
+        logger.warning(
+            "autoamp: the masters of %s take 4 bytes each, not 2: %s",
+            counted(len(masters.of), "weight"),
+            "the weights are fp16, have gaps in memory, or are of several optimizers"
+            if alone
+            else f"{class_name(masters.optimizer)} may look at several weights at once",
+        )
 
 
 def _say_failed(optimizer: Optimizer, error: Exception, options: Options) -> None:

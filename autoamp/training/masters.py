@@ -6,6 +6,10 @@ place, in `param_groups` and as the key of its state, with the parameter's gradi
 any optimizer computes in fp32 with fp32 state.  After the step the masters are rounded
 into the parameters.
 
+A bf16 parameter's master is made for the time of the step alone, of the parameter and
+of 16 bits beside it, where the optimizer steps each parameter by itself
+(`training/split.py`).  Chunks of such parameters are stepped one after the other.
+
 (`param.data = master` would do without the exchange, but torch then drops the node that
 accumulates the parameter's gradient, and with that node the hooks of code that reduces
 gradients between ranks.)
@@ -18,6 +22,7 @@ import logging
 import sys
 import types
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -30,6 +35,8 @@ from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES, has_masters
 from autoamp.errors import CheckpointError
 from autoamp.messages import class_name
+from autoamp.training.separable import body_of
+from autoamp.training.split import Chunk, can_split, chunks_of, follow
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +52,15 @@ _UNNAMED = "unnamed_parameter_"
 _shared = WeakIdKeyDictionary()
 """Each parameter with a weak reference to its master, which all its optimizers step."""
 
+_splitter = WeakIdKeyDictionary()
+"""Each parameter with a weak reference to the `Masters` that hold its split master."""
+
+_several = WeakIdKeyDictionary()
+"""The parameters that several optimizers step, whose masters stay whole."""
+
+_Given = list[tuple[torch.Tensor | None, int]]
+"""The gradient that each master was given, and the master's version then."""
+
 
 def has_half(params: Iterable[torch.Tensor]) -> bool:
     """Whether any of `params` is trained in half precision."""
@@ -55,17 +71,22 @@ class Masters:
     """The masters of one optimizer's half-precision parameters.
 
     Attributes:
-        of: each parameter with its master.
+        of: each parameter that has a whole fp32 master, with that master.
+        chunks: the parameters whose masters are split.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, *, split: bool = True) -> None:
+        """Args: `split` is whether masters are split where they can be."""
         self.optimizer: Any = optimizer
         self.of: dict[torch.Tensor, torch.Tensor] = {}
+        self.chunks: list[Chunk] = []
+        self._split = split
+        self._lists: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._models: list[weakref.ref[nn.Module]] = []
         self._reduced: set[int] = set()
         self._said = False
         self._depth = 0
-        self._given: list[tuple[torch.Tensor | None, int]] | None = None
+        self._given: _Given | None = None
         self._runs = False
         self._frame: types.FrameType | None = None
         self._before = optimizer.register_step_pre_hook(self._enter)
@@ -88,9 +109,23 @@ class Masters:
 
     @property
     def bytes(self) -> int:
-        """The memory of this rank's masters."""
+        """The memory of this rank's masters, beside the parameters."""
         local = [compat.local_part(master.detach()) for master in self.of.values()]
-        return sum(part.numel() * part.element_size() for part in local)
+        return sum(t.nbytes for t in local) + sum(c.nbytes for c in self.chunks)
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        """The parameters that have masters."""
+        return [*self.of, *(p for chunk in self.chunks for p in chunk.params)]
+
+    def values(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Each parameter with its master, or with a copy of its split master."""
+        self.refresh()
+        found = dict(self.of)
+        for chunk in self.chunks:
+            _, views = chunk.masters()
+            found.update(zip(chunk.params, chunk.wrapped(views), strict=True))
+        return found
 
     def run(
         self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -117,24 +152,68 @@ class Masters:
         one by one, by their bits (a NaN is not equal to itself, and -0 is equal to 0),
         without a wait for the device.
         """
+        params, held = self._params(), set(map(id, self._params()))
+        splits = self._split and body_of(self.optimizer) is not None
+        for chunk in [*self.chunks]:
+            here = all(id(p) in held for p in chunk.params)
+            if not (splits and here and chunk.fits()):
+                self._make_whole(chunk)
+        split = {id(p) for chunk in self.chunks for p in chunk.params}
         made: dict[torch.Tensor, torch.Tensor] = {}
+        new, bare = [], []
         try:
-            for param in self._params():
+            for param in params:
                 master: torch.Tensor | None = self.of.get(param)
                 if not has_masters(param.dtype):
                     _hand_over(master, param.detach())
-                    continue
-                if master is not None and master.shape == param.shape:
-                    _follow(master, param.detach())
-                elif param.requires_grad:
-                    master = self._made(param)
-                if master is not None:
+                elif master is not None and master.shape == param.shape:
+                    follow(master, param.detach())
                     made[param] = master
+                elif param.requires_grad and id(param) not in split:
+                    new.append(param)
+                    self._prepare(param)
+                    if splits and can_split(param) and not self._is_shared(param):
+                        bare.append(param)
+                    else:
+                        made[param] = self._made(param)
+            whole = [p for p in made if p not in _several and can_split(p)]
+            chunks = [Chunk(each) for each in chunks_of(bare)]
+            for each in chunks_of(whole if splits else []):
+                chunks.append(Chunk(each, [made[p].detach() for p in each]))
         except BaseException:  # such as no memory: nothing is left half done
-            for param in made.keys() - self.of.keys():
+            for param in new:
                 self._put_back(param)
             raise
+        self.chunks += chunks
+        for param in [p for chunk in chunks for p in chunk.params]:
+            made.pop(param, None)
+            _shared.pop(param, None)
+            _splitter[param] = weakref.ref(self)
         self.of = made
+
+    def _make_whole(self, chunk: Chunk) -> None:
+        """Gives the parameters of `chunk` whole fp32 masters, at least until a step."""
+        _, views = chunk.masters()
+        self.chunks.remove(chunk)
+        chunk.let_go()
+        for param, master in zip(chunk.params, chunk.wrapped(views), strict=True):
+            self.of[param] = master
+            _shared[param] = weakref.ref(master)
+            _splitter.pop(param, None)
+
+    def _is_shared(self, param: torch.Tensor) -> bool:
+        """Whether another optimizer steps `param`; its master is whole from now on."""
+        splitter = _splitter.get(param)
+        other: Masters | None = None if splitter is None else splitter()
+        if other is not None:
+            chunks = [c for c in other.chunks if any(p is param for p in c.params)]
+            for chunk in chunks:
+                other._make_whole(chunk)
+        shared = _shared.get(param)
+        if shared is None or shared() is None:
+            return False
+        _several[param] = True
+        return True
 
     def release(self) -> None:
         """Takes the masters away.  The parameters stay in half precision."""
@@ -142,15 +221,19 @@ class Masters:
         self._after.remove()
         self.optimizer.__dict__.pop("__deepcopy__", None)
         self._settle()
-        for param in self.of:
+        params = self.params
+        for chunk in self.chunks:
+            chunk.let_go()
+        self.of, self.chunks = {}, []
+        for param in params:
+            _splitter.pop(param, None)
             self._put_back(param)
-        if self.of:
+        if params:
             logger.info(
                 "autoamp: the fp32 masters of %d parameters are gone; the weights stay "
                 "what they were rounded to",
-                len(self.of),
+                len(params),
             )
-        self.of = {}
 
     def _put_back(self, param: torch.Tensor) -> None:
         """Has a parameter without a master hold gradients and state of its dtype."""
@@ -176,12 +259,16 @@ class Masters:
             # A `zero_grad` after a step that has raised would zero the masters'
             # gradients, which stand in the parameters' places.
             self.optimizer.__dict__.setdefault("zero_grad", self._zero_grad)
-        self._put_in()
+        wrap = self._evaluated if self.chunks else self._outside
+        changed = None
         if len(args) > 1 and callable(args[1]):
-            return (args[0], self._outside(args[1]), *args[2:]), kwargs
-        if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": self._outside(kwargs["closure"])}
-        return None
+            changed = (args[0], wrap(args[1]), *args[2:]), kwargs
+        elif callable(kwargs.get("closure")):
+            changed = args, {**kwargs, "closure": wrap(kwargs["closure"])}
+        self.refresh()
+        self._step_chunks()
+        self._put_in()
+        return changed
 
     def _exit(self, *_: Any) -> None:
         self._depth -= 1
@@ -224,23 +311,62 @@ class Masters:
             try:
                 return closure()
             finally:
+                self.refresh()
                 self._put_in()
 
         return evaluate
 
+    def _evaluated(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Evaluates `closure` before any chunk is stepped; gives its result again."""
+        with torch.enable_grad():
+            loss = closure()
+        return lambda: loss
+
+    def _step_chunks(self) -> None:
+        """Steps the parameters whose masters are split, and takes them out of a step.
+
+        The step itself has the rest, and whatever a class does once in each step.
+        """
+        body = body_of(self.optimizer)
+        for chunk in self.chunks:
+            if body is not None and any(p.grad is not None for p in chunk.params):
+                self._step_chunk(chunk, body)
+        split = {id(p) for chunk in self.chunks for p in chunk.params}
+        for group in self.optimizer.param_groups if split else ():
+            params = group["params"]
+            self._lists.append((params, [*params]))
+            params[:] = [p for p in params if id(p) not in split]
+
+    def _step_chunk(self, chunk: Chunk, body: Callable[..., Any]) -> None:
+        """Steps one chunk, by an optimizer of the same class, settings and state."""
+        flat, views = chunk.masters()
+        masters = dict(zip(chunk.params, chunk.wrapped(views), strict=True))
+        given = _give(masters)
+        state = self.optimizer.state
+        part = object.__new__(type(self.optimizer))
+        part.__dict__.update(self.optimizer.__dict__)
+        part.param_groups = [
+            {**group, "params": [masters[p] for p in group["params"] if p in masters]}
+            for group in self.optimizer.param_groups
+        ]
+        part.param_groups = [group for group in part.param_groups if group["params"]]
+        part.state = defaultdict(dict)
+        part.state.update({m: state[p] for p, m in masters.items() if p in state})
+        try:
+            body(part)
+        finally:
+            for view, master in zip(views, masters.values(), strict=True):
+                now = compat.own_memory(master.detach())
+                if compat.data_address(now) != compat.data_address(view):
+                    view.copy_(now)  # the step has given `master.data` other memory
+            chunk.keep(flat)
+            _take(masters, given)
+            for param, master in masters.items():
+                if master in part.state:
+                    state[param] = part.state[master]
+
     def _put_in(self) -> None:
-        self.refresh()
-        given = []
-        for param, master in self.of.items():
-            if param.__dict__:  # marks that some optimizers look for
-                master.__dict__.update(param.__dict__)
-            grad = param.grad
-            # DDP and FSDP reduce gradients in the parameters' dtype.
-            if grad is not None and grad.dtype != torch.float32:
-                grad = grad.float()
-            master.grad = grad
-            given.append((grad, compat.version(master)))
-        self._given = given
+        self._given = _give(self.of)
         self._exchange(self.of)
 
     def _take_out(self, over: bool = True) -> None:
@@ -250,24 +376,18 @@ class Masters:
             over: whether the step has ended, not just its closure begun.
         """
         given, self._given = self._given, None
-        if not given:
-            return
-        self._exchange({master: param for param, master in self.of.items()})
-        with torch.no_grad():
-            # All masters are copied, because a write through `.data` leaves no trace.
-            halves = [compat.local_part(param.data) for param in self.of]
-            masters = [compat.local_part(master) for master in self.of.values()]
-            compat.copy_all(halves, masters)
-        for (param, master), (grad, version) in zip(
-            self.of.items(), given, strict=True
-        ):
-            if compat.version(master) != version or (over and grad is not None):
-                # A write through `.data` moves no version counter, and a backward over
-                # a graph that has saved the weight must raise, as after any other step.
-                torch.autograd.graph.increment_version(param)
-            if master.grad is not grad:
-                param.grad = master.grad
-            master.grad = None
+        if given:
+            self._exchange({master: param for param, master in self.of.items()})
+            with torch.no_grad():
+                # All are copied: a write through `.data` leaves no trace.
+                halves = [compat.local_part(param.data) for param in self.of]
+                masters = [compat.local_part(master) for master in self.of.values()]
+                compat.copy_all(halves, masters)
+            _take(self.of, given, over)
+        if over:
+            lists, self._lists = self._lists, []
+            for params, before in lists:
+                params[:] = before
 
     def _exchange(self, pairs: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Puts the second of each pair where the first is, in the same containers."""
@@ -289,12 +409,11 @@ class Masters:
         an entry as they do a moment.
         """
         self._settle()
-        self.refresh()
-        named = self._named()
-        state[KEY] = {name: master.detach() for name, master in named.items()}
+        values = {p: value.detach() for p, value in self.values().items()}
+        state[KEY] = self._named(values)
         for index, param in self._saved_as(state):
-            if param in self.of:
-                own = {KEY_BESIDE: self.of[param].detach()}
+            if param in values:
+                own = {KEY_BESIDE: values[param]}
                 state["state"][index] = state["state"].get(index, {}) | own
 
     def check(self, saved: Any) -> None:
@@ -302,14 +421,18 @@ class Masters:
         self._settle()
         if saved.get(KEY) is not None:
             self.refresh()
-            _check_masters(saved[KEY], self._named())
+            _check_masters(saved[KEY], self._named({p: p for p in self.params}))
 
     def load(self, saved: Any) -> None:
         """Takes over the masters of `saved` state, and its optimizer state in fp32.
 
         Torch has just cast the optimizer state to the parameters' half dtype.
         """
-        by_name, named = saved.get(KEY), self._named()
+        # The masters are whole until the next step: the weights that they are rounded
+        # to may be loaded after them.
+        for chunk in [*self.chunks]:
+            self._make_whole(chunk)
+        by_name, named = saved.get(KEY), self._named(self.of)
         with torch.no_grad():
             for name, value in (by_name or {}).items():
                 named[name].data.copy_(value)
@@ -333,13 +456,18 @@ class Masters:
         return [p for g in self.optimizer.param_groups for p in g["params"]]
 
     def _made(self, param: torch.Tensor) -> torch.Tensor:
-        """A master for `param`, whose gradients and state are fp32 from now on."""
+        """A whole master for `param`, or the one that another optimizer steps."""
         shared = _shared.get(param)
         master: torch.Tensor | None = None if shared is None else shared()
         if master is not None and master.shape == param.shape:
-            _follow(master, param.detach())
+            follow(master, param.detach())
         else:
             master = nn.Parameter(param.detach().float())
+        _shared[param] = weakref.ref(master)
+        return master
+
+    def _prepare(self, param: torch.Tensor) -> None:
+        """Has a parameter's gradients and state be fp32 from now on."""
         if id(param) in self._reduced:
             self._say_half("DistributedDataParallel reduces them in that")
         elif compat.is_distributed(param):
@@ -351,8 +479,6 @@ class Masters:
             # A checkpoint's master, which was rounded when there was no master here.
             state.pop(KEY_BESIDE, None)
             self.optimizer.state[param] = _in_dtype(state, torch.float32)
-        _shared[param] = weakref.ref(master)
-        return master
 
     def _say_half(self, why: str) -> None:
         if not self._said:
@@ -364,19 +490,22 @@ class Masters:
                 why,
             )
 
-    def _named(self) -> dict[str, torch.Tensor]:
-        """Masters by name; a name in two models means the first model's parameter."""
+    def _named(self, of: Mapping[torch.Tensor, Any]) -> dict[str, torch.Tensor]:
+        """The values `of` by the names of the parameters that are their keys.
+
+        A name in two models means the first model's parameter.
+        """
         named: dict[str, torch.Tensor] = {}
-        without = dict.fromkeys(self.of)
+        without = dict.fromkeys(of)
         for known in self._models:
             model = known()
             for name, param in () if model is None else model.named_parameters():
                 if param in without and name not in named:
                     del without[param]
-                    named[name] = self.of[param]
+                    named[name] = of[param]
         for index, held in enumerate(self._params()):
             if held in without:
-                named[f"{_UNNAMED}{index}"] = self.of[held]
+                named[f"{_UNNAMED}{index}"] = of[held]
         return named
 
     def _deepcopy(self, memo: dict[int, Any]) -> Any:
@@ -392,18 +521,33 @@ class Masters:
             own["__deepcopy__"] = self._deepcopy
 
 
-def _follow(master: torch.Tensor, half: torch.Tensor) -> None:
-    """Sets `master`, in place, where its elements do not round to those in `half`."""
-    if master.device != half.device:
-        master.data = master.data.to(half.device)
-    value, half = compat.local_part(master.detach()), compat.local_part(half)
-    # Bits are compared, because NaN is not equal to itself, and -0 is equal to 0.
-    rounded, now = value.to(half.dtype).view(torch.int16), half.view(torch.int16)
-    # On a CPU the answer is there, and saves a write to each master; on a GPU it would
-    # cost a wait.
-    if half.device.type == "cpu" and torch.equal(rounded, now):
-        return
-    value.copy_(torch.where(rounded == now, value, half.float()))
+def _give(masters: Mapping[torch.Tensor, torch.Tensor]) -> _Given:
+    """Gives each parameter's marks and gradient, in fp32, to the master."""
+    given: _Given = []
+    for param, master in masters.items():
+        if param.__dict__:  # marks that some optimizers look for
+            master.__dict__.update(param.__dict__)
+        grad = param.grad
+        # DDP and FSDP reduce gradients in the parameters' dtype.
+        if grad is not None and grad.dtype != torch.float32:
+            grad = grad.float()
+        master.grad = grad
+        given.append((grad, compat.version(master)))
+    return given
+
+
+def _take(
+    masters: Mapping[torch.Tensor, torch.Tensor], given: _Given, over: bool = True
+) -> None:
+    """Takes the gradients back, and counts writes to masters as the parameters'."""
+    for (param, master), (grad, version) in zip(masters.items(), given, strict=True):
+        if compat.version(master) != version or (over and grad is not None):
+            # A write through `.data` moves no version counter, and a backward over a
+            # graph that has saved the weight must raise, as after any other step.
+            torch.autograd.graph.increment_version(param)
+        if master.grad is not grad:
+            param.grad = master.grad
+        master.grad = None
 
 
 def _hand_over(master: torch.Tensor | None, value: torch.Tensor) -> None:

@@ -33,7 +33,7 @@ from autoamp.training.scale import (
 logger = logging.getLogger(__name__)
 
 WeightCopies = Literal["kept", "every call"]
-Masters = Literal["fp32", "off"]
+Masters = Literal["auto", "split", "fp32", "off"]
 
 WEIGHT_COPIES: tuple[str, ...] = get_args(WeightCopies)
 MASTERS: tuple[str, ...] = get_args(Masters)

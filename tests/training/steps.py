@@ -112,7 +112,7 @@ def masters_of(optimizer: Optimizer) -> dict[Tensor, Tensor]:
     boundary = boundary_of(optimizer)
     if boundary is None or boundary.masters is None:
         return {}
-    return boundary.masters.of
+    return boundary.masters.values()
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,207 @@
+"""Proves that an optimizer steps each parameter by itself, whatever the others are.
+
+Such an optimizer may step its parameters in several parts, one after the other, with
+the same result to the bit.  Torch's own optimizers do, but for LBFGS.  Another class is
+proved by its code: its step visits the parameters in a loop, carries no value from one
+parameter to the next, and calls only such functions, or ops whose schemas, as torch
+states them, take no list of tensors and draw no random numbers.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import inspect
+import math
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import optim
+from torch.optim import Optimizer
+
+from autoamp import compat
+from autoamp.passes.ops import overloads
+
+_TORCH: list[Any] = [
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
+    *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
+    *(optim.Adafactor, optim.Muon, optim.SparseAdam),
+]
+"""Torch's classes whose `step` visits one parameter after the other, or by `foreach`
+ops, which do the same to each (a test records the ops of each class)."""
+
+_STEPS = [inspect.unwrap(each.step) for each in _TORCH]
+
+_PLAIN = {"closure", "len", "zip", "isinstance", "float", "int", "bool", "range"}
+"""Functions that a step may call: none makes one value of several parameters."""
+
+_METHODS = {"get", "items", "float", "double", "no_grad", "enable_grad"}
+"""Names of methods and functions of torch that are no ops in its schemas."""
+
+
+def body_of(optimizer: Optimizer) -> Callable[..., Any] | None:
+    """The step of a class without torch's hooks, if it steps each parameter by itself.
+
+    None for any other class.
+    """
+    kind: Any = type(optimizer)
+    # Torch marks the function that calls the hooks, and wraps the step with it.
+    body = vars(kind.step).get("__wrapped__") if hasattr(kind.step, "hooked") else None
+    if body is None or not _steps_each_alone(inspect.unwrap(body), kind):
+        return None
+    found: Callable[..., Any] = body
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _steps_each_alone(step: Any, kind: Any) -> bool:
+    if step in _STEPS:
+        return True
+    try:
+        return _Reading(kind).visits_each_alone(step)
+    except (OSError, TypeError, SyntaxError):  # there is no source to read
+        return False
+
+
+class _Reading:
+    """Reads the code of one class's step, and of the functions that the step calls."""
+
+    def __init__(self, kind: type[Optimizer]) -> None:
+        self._kind = kind
+        self._read: set[Any] = set()
+
+    def visits_each_alone(self, function: Any) -> bool:
+        """Whether `function` hands no value of one parameter to another."""
+        function = inspect.unwrap(function)
+        if function in self._read:
+            return True
+        self._read.add(function)
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        if not isinstance(tree, ast.FunctionDef):
+            return False
+        if not _evaluates_first(tree):
+            return False
+        names = _names_of(function)
+        # What decorates the function, as `torch.no_grad()` does, was unwrapped.
+        body = [node for each in tree.body for node in ast.walk(each)]
+        return all(self._allowed(node, names) for node in body)
+
+    def _allowed(self, node: ast.AST, names: dict[str, Any]) -> bool:
+        if isinstance(node, ast.Call):
+            return self._may_call(node.func, names)
+        if isinstance(node, ast.Subscript):
+            if _attribute(node.value) == "state":  # of one parameter
+                return isinstance(node.slice, ast.Name)
+            # `group["betas"][0]`, but not `gradients[0]`.
+            key = node.value if isinstance(node.value, ast.Subscript) else node
+            return isinstance(key.slice, ast.Constant) and isinstance(
+                key.slice.value, str
+            )
+        if isinstance(node, ast.For | ast.While):
+            return not _carries(node)
+        return not isinstance(node, ast.Global | ast.Nonlocal | ast.Lambda)
+
+    def _may_call(self, called: ast.expr, names: dict[str, Any]) -> bool:
+        if isinstance(called, ast.Name):
+            value = names.get(called.id)
+            if isinstance(value, types.FunctionType):
+                return self.visits_each_alone(value)
+            error = getattr(builtins, called.id, None)
+            raised = isinstance(error, type) and issubclass(error, Exception)
+            return raised or called.id in _PLAIN
+        name, owner = _attribute(called), getattr(called, "value", None)
+        if isinstance(owner, ast.Name) and owner.id == "self":
+            method = getattr(self._kind, name, None)
+            ours = isinstance(method, types.FunctionType)
+            return ours and self.visits_each_alone(method)
+        if isinstance(owner, ast.Name) and names.get(owner.id) is math:
+            return True
+        return name in _METHODS or _is_op_of_one(name)
+
+
+def _evaluates_first(function: ast.FunctionDef) -> bool:
+    """Whether `closure` is called once at most, and before any loop."""
+    nodes = [*ast.walk(function)]
+    loops = [n.lineno for n in nodes if isinstance(n, ast.For | ast.While)]
+    calls = [n.func for n in nodes if isinstance(n, ast.Call)]
+    named = [c for c in calls if isinstance(c, ast.Name) and c.id == "closure"]
+    return not named or (len(named) == 1 and named[0].lineno < min(loops, default=0))
+
+
+def _is_op_of_one(name: str) -> bool:
+    """Whether a name is that of torch's ops that join no list and draw no numbers."""
+    found = overloads(f"aten::{name}")
+    alone = name.startswith("_foreach_") or not any(
+        "Tensor[]" in str(argument.type) or "List[Tensor]" in str(argument.type)
+        for each in found
+        for argument in compat.schema(each).arguments
+    )
+    drawn = any(torch.Tag.nondeterministic_seeded in each.tags for each in found)
+    return bool(found) and alone and not drawn
+
+
+def _names_of(function: types.FunctionType) -> dict[str, Any]:
+    """What the names in a function's code stand for, those of its own calls aside."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {**function.__globals__, **{name: c.cell_contents for name, c in cells}}
+
+
+def _attribute(node: object) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _carries(loop: ast.For | ast.While) -> bool:
+    """Whether a value may pass from one round of a loop to the next.
+
+    A name that is set in the loop is set before it is read, and no name from outside
+    the loop is written to in place.
+    """
+    nodes = [*_in_order(loop.body)]
+    first: dict[str, object] = {}
+    for node in nodes:
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            first.setdefault(node.target.id, node)
+        if isinstance(node, ast.Name):
+            first.setdefault(node.id, node.ctx)
+    names = [n for n in nodes if isinstance(n, ast.Name)]
+    stored = {n.id for n in names if isinstance(n.ctx, ast.Store)}
+    if any(not isinstance(first[name], ast.Store) for name in stored):
+        return True
+    target = loop.target if isinstance(loop, ast.For) else loop.test
+    own = stored | {n.id for n in ast.walk(target) if isinstance(n, ast.Name)}
+    return any(
+        _root(node) not in own and _attribute(getattr(node, "value", None)) != "state"
+        for node in nodes
+        if _writes(node)
+    )
+
+
+def _writes(node: ast.AST) -> bool:
+    """Whether a node writes into an object that a name stands for."""
+    if isinstance(node, ast.Call):  # `x.add_(y)`
+        return _attribute(node.func).endswith("_")
+    stored = isinstance(getattr(node, "ctx", None), ast.Store)
+    return stored and isinstance(node, ast.Attribute | ast.Subscript)
+
+
+def _in_order(body: list[ast.stmt]) -> Iterator[ast.AST]:
+    """The nodes of a loop's body in the order in which they are evaluated, roughly."""
+    for statement in body:
+        nodes = [*ast.walk(statement)]
+        if isinstance(statement, ast.Assign):  # the value comes before the target
+            nodes = [*ast.walk(statement.value), *nodes]
+        yield from nodes
+
+
+def _root(node: ast.AST) -> str | None:
+    """The name that a chain of calls and attributes begins with: `x` of `x.a.b()`."""
+    while not isinstance(node, ast.Name):
+        inner = getattr(node, "value", None) or getattr(node, "func", None)
+        if not isinstance(inner, ast.AST):
+            return None
+        node = inner
+    return node.id

@@ -1,0 +1,200 @@
+"""Split masters: fp32 master weights that cost 2 bytes a weight, not 4.
+
+A bf16 number is the upper half of an fp32 number.  So a bf16 parameter is the upper
+half of its own master, and 16 bits beside it are the rest: what is left of the fp32
+number when the parameter, its nearest bf16 number, is taken away.  The fp32 numbers
+exist while an optimizer steps them, for one chunk of parameters after the other.
+
+(Also in the optimizers of apex and Transformer Engine, `store_param_remainders`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+
+import torch
+
+from autoamp import compat
+
+CHUNK = 1 << 20
+"""The elements of a chunk, 4 MiB in fp32; a larger weight is a chunk of its own."""
+
+_TIE = -(1 << 15)
+"""The rest, in 16 bits, of an fp32 number halfway between two bf16 numbers."""
+
+
+class Chunk:
+    """The split masters of some bf16 parameters of one device.
+
+    The rest of a number lies between -2**15 and 2**15, of which 16 bits hold all but
+    the last: numbers halfway between two bf16 numbers that were rounded down, one in
+    131 072, are listed by their positions.
+
+    On a CPU a copy-on-write clone of each parameter shows whether other code has
+    written to the parameter since, and to which elements.
+
+    Attributes:
+        params: the parameters.
+    """
+
+    def __init__(
+        self, params: Sequence[torch.Tensor], values: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """The masters begin as `values`, fp32, or else as the parameters themselves."""
+        self.params = list(params)
+        self._forms = [*map(_form, self._parts())]
+        size = sum(shape.numel() for shape, *_ in self._forms)
+        device = self.params[0].device
+        self._low = torch.zeros(size, dtype=torch.int16, device=device)
+        self._ties = self._low.new_empty(0, dtype=torch.int64)
+        self._clones: list[torch.Tensor | None] = [None] * len(params)
+        self._addresses: list[Hashable] = [None] * len(params)
+        self._watch_it = [True] * len(params)
+        if values:
+            flat = self._memory()
+            compat.copy_all([*self._views(flat)], list(map(compat.local_part, values)))
+            self._keep(flat)
+        self._watch()
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the masters take beside the parameters."""
+        return self._low.nbytes + self._ties.nbytes
+
+    def fits(self) -> bool:
+        """Whether the parameters still have the memory format they had."""
+        return [_form(part) for part in self._parts()] == self._forms
+
+    def masters(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The masters as fp32 numbers: one block of memory, and each one's part of it.
+
+        Where other code has written to a parameter, the master is what was written.
+        """
+        parts = self._parts()
+        flat = self._memory()
+        views = [*self._views(flat)]
+        for view, part, clone in zip(views, parts, self._clones, strict=True):
+            if clone is not None or part.shape == view.shape:
+                view.copy_(part if clone is None else clone)
+        bits = flat.view(torch.int32)
+        bits += self._low
+        bits[self._ties] += 1 << 16
+        for at, (view, part) in enumerate(zip(views, parts, strict=True)):
+            watched = self._clones[at] is not None
+            moved = compat.data_address(part) != self._addresses[at]
+            if (moved or not watched) and _form(part) == self._forms[at]:
+                written = follow(view, part)
+                # A kernel that asks for an address to write to, and reads: each of its
+                # calls would copy the weight.
+                self._watch_it[at] &= not watched or written
+        return flat, views
+
+    def wrapped(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The masters in `views` as parameters, sharded as the half parameters are."""
+        pairs = zip(views, self.params, strict=True)
+        # `data` counts its own writes: those to one master are not the others'.
+        return [
+            torch.nn.Parameter(compat.with_memory(p.detach(), view.data))
+            for view, p in pairs
+        ]
+
+    def keep(self, flat: torch.Tensor) -> None:
+        """Rounds the masters in `flat`, from `masters`, into the parameters."""
+        self.let_go()
+        compat.copy_all(self._parts(), [*self._views(flat)])
+        self._keep(flat)
+        self._watch()
+
+    def let_go(self) -> None:
+        """Watches the parameters' memory no more."""
+        watched = [clone is not None for clone in self._clones]
+        self._clones = [None] * len(watched)
+        for part, was in zip(self._parts(), watched, strict=True):
+            if was:
+                compat.end_lazy_clone(part)
+
+    def _keep(self, flat: torch.Tensor) -> None:
+        bits = flat.view(torch.int32)
+        self._low.copy_(bits)  # the lower 16 bits: the conversion drops the upper ones
+        at = (self._low == _TIE).nonzero().flatten()
+        rest = bits[at] - flat[at].bfloat16().float().view(torch.int32)
+        self._ties = at[rest != _TIE]
+
+    def _watch(self) -> None:
+        # No local of a caller may share the parameters' memory: holders are counted.
+        own = [*map(compat.own_memory, self.params)]
+        self._addresses = [*map(compat.data_address, own)]
+        # A CUDA graph of the script's may hold the addresses; and a write through
+        # memory that is shared with others goes unseen.
+        with torch.no_grad():
+            self._clones = [
+                compat.lazy_clone(each)
+                if may and each.is_cpu and compat.held_alone(each)
+                else None
+                for each, may in zip(own, self._watch_it, strict=True)
+            ]
+
+    def _parts(self) -> list[torch.Tensor]:
+        # `data`, since the writes to it are counted where the step is known to write.
+        return [compat.local_part(param.data) for param in self.params]
+
+    def _memory(self) -> torch.Tensor:
+        return torch.empty_like(self._low, dtype=torch.float32)
+
+    def _views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Each parameter's part of `flat`, in the memory format of the parameter."""
+        begin = 0
+        for shape, strides, *_ in self._forms:
+            yield flat.as_strided(shape, strides, begin)
+            begin += shape.numel()
+
+
+def can_split(param: torch.Tensor) -> bool:
+    """Whether 16 bits beside a parameter make it an fp32 number."""
+    if param.dtype != torch.bfloat16 or param.layout != torch.strided:
+        return False
+    part = compat.local_part(param.detach())
+    # Without gaps and overlaps, since only then are new tensors like it laid out so.
+    laid_out = torch.empty_like(part, device="meta").stride() == part.stride()
+    return laid_out and not part.is_meta
+
+
+def chunks_of(params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Splits `params` into lists of one device and at most `CHUNK` elements.
+
+    A parameter of more elements has a list of its own.
+    """
+    chunks: list[list[torch.Tensor]] = []
+    of: dict[torch.device, tuple[list[torch.Tensor], int]] = {}
+    for param in params:
+        size = compat.local_part(param.detach()).numel()
+        chunk, held = of.get(param.device, ([], CHUNK))
+        if held + size > CHUNK:
+            chunk, held = [], 0
+            chunks.append(chunk)
+        chunk.append(param)
+        of[param.device] = chunk, held + size
+    return chunks
+
+
+def follow(master: torch.Tensor, half: torch.Tensor) -> bool:
+    """Sets `master`, in place, where its elements do not round to those in `half`.
+
+    Returns:
+        Whether there may be such elements.
+    """
+    if master.device != half.device:
+        master.data = master.data.to(half.device)
+    value, half = compat.local_part(master.detach()), compat.local_part(half)
+    # Bits are compared, because NaN is not equal to itself, and -0 is equal to 0.
+    rounded, now = value.to(half.dtype).view(torch.int16), half.view(torch.int16)
+    # On a CPU the answer is there, and saves a write to each master; on a GPU it would
+    # cost a wait.
+    if half.device.type == "cpu" and torch.equal(rounded, now):
+        return False
+    value.copy_(torch.where(rounded == now, value, half.float()))
+    return True
+
+
+def _form(part: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], object, object]:
+    return part.shape, part.stride(), part.dtype, part.device
