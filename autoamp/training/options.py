@@ -87,7 +87,7 @@ class Options(PassOptions):
 
     loss_scale: LossScaleName | float | LossScale = "auto"
     weight_copies: WeightCopies = "kept"
-    masters: Masters = "fp32"
+    masters: Masters = "auto"
     lock: SavedReport | str | os.PathLike[str] | None = None
     heal: bool = False
     guard: bool = True
