@@ -76,7 +76,7 @@ OPTIONS: dict[str, Any] = {
     "do_no_harm": True,
     "strict": False,
     "weight_copies": "kept",
-    "masters": "fp32",
+    "masters": "auto",
     "lock": None,
     "heal": False,
     "guard": True,
