@@ -186,7 +186,7 @@ def _cannot(section: Section, row: OpRow, why: str) -> Iterator[str]:
     if remedy is None:
         yield f"  in {section.low}    cannot: {why}"
         tried = [" and ".join(w) for _, w in candidates(rewritten, row.name)]
-        yield from _listed("             tried in vain: ", tried)
+        yield from _listed("             tried, no help: ", tried)
     else:
         said = f"by {remedy.words}: {_extra(section, remedy)}"
         risk = risk_of(verdict)
