@@ -27,10 +27,19 @@ from .processes import Row, mean, ratio
 from .setting import Setting
 from .step_times import rounds
 from .training import case_in
-from .ways import CPU_BF16, INDUCTOR, Step, prepared, scaler_of, step_of
+from .ways import (
+    CHANNELS_LAST,
+    CPU_BF16,
+    INDUCTOR,
+    Step,
+    prepared,
+    scaler_of,
+    step_of,
+)
 
 EXACT = "autoamp, exact casts"
-WAYS = ("fp32", "autocast", "autoamp", EXACT)
+RIVAL_LAST = f"autocast{CHANNELS_LAST}"
+WAYS = ("fp32", "autocast", "autoamp", RIVAL_LAST, EXACT)
 
 BYTES_NOTE = """\
 Bytes that the kernels of the compiled graphs read and write, as inductor counts them
@@ -64,14 +73,16 @@ def measured(name: str, setting: Setting) -> Row:
 
     def make(way: str) -> Step:
         own = {"exact_casts": way == EXACT} if way.startswith("autoamp") else {}
-        ready = prepared(case, way.partition(",")[0] + INDUCTOR, setting, **own)
+        plain = way.partition(",")[0] if way == EXACT else way
+        ready = prepared(case, plain + INDUCTOR, setting, **own)
         step = step_of(case, ready, scaler=scaler_of(way, setting))
         with inductors_count() as count:
             step()
         counted[way] = {**count, "refreshed": refreshed_bytes(ready.model, setting)}
         return step
 
-    makers = {way: partial(make, way) for way in ways(setting)}
+    chosen = step_times.ways_of(name, ways(setting))
+    makers = {way: partial(make, way) for way in chosen}
     row = step_times.measured(name, makers, setting)
     for way, figures in row["ways"].items():
         figures.update(counted[way])
@@ -119,7 +130,14 @@ def refreshed_bytes(model: nn.Module, setting: Setting = CPU_BF16) -> int:
 
 def _megabytes(row: Row, way: str, kind: str) -> str:
     found = row["ways"].get(way)
-    return f"{found[kind] / 1e6:.0f}" if found else "failed"
+    if found is None:
+        return step_times.without_figure(row, way)
+    return f"{found[kind] / 1e6:.0f}"
+
+
+def _kernels(row: Row, way: str) -> str:
+    found = row["ways"].get(way)
+    return str(found["kernels"]) if found else step_times.without_figure(row, way)
 
 
 def _ratio(value: float | None) -> str:
@@ -136,7 +154,7 @@ def bytes_table(rows: Sequence[Row], ways: Sequence[str] = WAYS) -> str:
             *(_megabytes(row, way, "bytes") for way in ways),
             _megabytes(row, "autoamp", "refreshed"),
             _ratio(ratio(row, "bytes")),
-            *(str(row["ways"].get(way, {}).get("kernels", "failed")) for way in ways),
+            *(_kernels(row, way) for way in ways),
         ]
         for row in rows
     ]

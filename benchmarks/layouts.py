@@ -1,9 +1,10 @@
 """`python -m benchmarks.layouts`: a training step with the channels last, and without.
 
 Each of torchvision's models takes forward and backward in fp32, under autocast, by
-autoamp as captured and with the channels last, and in bf16 with the channels last; all
-in turn in one process, which keeps the memory that it frees.  The figure of a way is
-the median over rounds of its time divided by that of autocast in the same round.
+autoamp as captured and with the channels last, and in bf16; autocast, autoamp and bf16
+also with weights and images that are given channels last.  All take turns in one
+process, which keeps the memory that it frees.  The figure of a way is the median over
+rounds of its time divided by that of autocast in the same round.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import copy
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from rich.progress import track
@@ -37,7 +39,11 @@ HEADER = (
     "autoamp, as captured",
     "autoamp, channels last",
     "bfloat16, channels last",
+    "autocast, given channels last",
+    "autoamp, given channels last",
 )
+WAYS = ("fp32", "captured", "last", "bfloat16", "autocast given", "autoamp given")
+"""The ways of the columns after the first two."""
 
 
 def steps(name: str, side: int) -> dict[str, Callable[[], None]]:
@@ -50,20 +56,24 @@ def steps(name: str, side: int) -> dict[str, Callable[[], None]]:
     captured = autoamp.convert(copy.deepcopy(model), **low, fuse=off)
     last = autoamp.convert(copy.deepcopy(model), **low)
     narrow = copy.deepcopy(model).bfloat16().to(memory_format=torch.channels_last)
-    low_image = image.bfloat16().contiguous(memory_format=torch.channels_last)
-    under = copy.deepcopy(model)
+    moved = image.contiguous(memory_format=torch.channels_last)
+    low_image = moved.bfloat16()
+    lying = copy.deepcopy(model).to(memory_format=torch.channels_last)
+    given = autoamp.convert(copy.deepcopy(lying), **low)
 
-    def autocast() -> None:
+    def autocast(under: nn.Module, image: torch.Tensor) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             result = under(image)
         _backward(under, result)
 
     found: dict[str, Callable[[], None]] = {
         "fp32": lambda: _backward(model, model(image)),
-        BASELINE: autocast,
+        BASELINE: partial(autocast, copy.deepcopy(model), image),
         "captured": lambda: _backward(captured, captured(image)),
         "last": lambda: _backward(last, last(image)),
         "bfloat16": lambda: _backward(narrow, narrow(low_image)),
+        "autocast given": partial(autocast, lying, moved),
+        "autoamp given": lambda: _backward(given, given(moved)),
     }
     for step in found.values():
         repeated(step, WARM_UP)
@@ -95,12 +105,11 @@ def measure(given: argparse.Namespace) -> Data:
 
 def text(data: Data) -> str:
     """The page."""
-    ways = ("fp32", "captured", "last", "bfloat16")
     lines = [
         [
             name,
             f"{each['milliseconds']:.0f}",
-            *(f"{each['ratios'][w]:.2f}" for w in ways),
+            *(_cell(each["ratios"].get(way)) for way in WAYS),
         ]
         for name, each in data["models"].items()
     ]
@@ -111,6 +120,10 @@ def text(data: Data) -> str:
         "interleaved rounds."
     )
     return report.page(data, note, report.markdown(HEADER, lines))
+
+
+def _cell(ratio: float | None) -> str:
+    return "not measured" if ratio is None else f"{ratio:.2f}"
 
 
 TABLE = report.Table("layouts", measure, text, options=(report.rounds(11), report.ONLY))

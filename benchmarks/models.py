@@ -335,6 +335,10 @@ def torchvisions(name: str) -> nn.Module:
     return model
 
 
+CONVOLVE = {"vit", "vit_written", "resnet50", "convnext_tiny"}
+"""Models of the tables of times that have convolutions, at any size."""
+
+
 def _first_label(output: Tensor) -> Tensor:
     return functional.cross_entropy(output.float(), torch.zeros(1, dtype=torch.long))
 

@@ -14,11 +14,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from . import report, turns
 from .bars import grouped, svg
+from .models import CONVOLVE
 from .processes import Row, new_row
 from .report import said
 from .setting import Setting
 from .timing import interleaved, ratios, repeated
-from .ways import CPU_BF16, Step
+from .ways import CHANNELS_LAST, CPU_BF16, Step
 
 BASELINE = "autocast"
 WARM_UP, FP16_WARM_UP = 3, 12
@@ -94,7 +95,8 @@ def warm_up(setting: Setting) -> int:
 
 def shares(row: Row) -> dict[str, float]:
     """For each way the median over rounds of its time divided by autocast's."""
-    taken = {way: each["seconds"] for way, each in row["ways"].items()}
+    ways = row["ways"].items()
+    taken = {way: each["seconds"] for way, each in ways if "seconds" in each}
     return ratios(taken, BASELINE) if BASELINE in taken else {}
 
 
@@ -109,9 +111,16 @@ def table(rows: Sequence[Row], ways: Sequence[str]) -> str:
     others = [way for way in ways if way != BASELINE]
     lines = []
     for row in rows:
-        taken = row["ways"].get(BASELINE)
-        time = f"{1e3 * statistics.median(taken['seconds']):.0f}" if taken else "failed"
-        cells = [_cell(found[row["name"]], way) for way in others]
+        taken = row["ways"].get(BASELINE, {}).get("seconds")
+        time = without_figure(row, BASELINE)
+        if taken:
+            time = f"{1e3 * statistics.median(taken):.0f}"
+        cells = [
+            f"{found[row['name']][way]:.2f}"
+            if way in found[row["name"]]
+            else without_figure(row, way)
+            for way in others
+        ]
         lines.append([row["name"], time, *cells])
     means = []
     for way in others:
@@ -147,8 +156,18 @@ that takes longer waits for Python. A timed round is {STEPS_ON_GPU} steps betwee
 nobody waits for the GPU."""
 
 
-def _cell(found: Mapping[str, float], way: str) -> str:
-    return f"{found[way]:.2f}" if way in found else "failed"
+def ways_of(name: str, ways: Sequence[str]) -> list[str]:
+    """The ways that a model has: without a convolution none is channels last."""
+    has = name in CONVOLVE
+    return [way for way in ways if has or not way.endswith(CHANNELS_LAST)]
+
+
+def without_figure(row: Row, way: str) -> str:
+    """What stands in the place of a figure that a row does not have."""
+    if way not in ways_of(row["name"], [way]):
+        return "-"
+    failed = {way, "all", BASELINE} & set(row["failures"])
+    return "failed" if failed else "not measured"
 
 
 def tables_of(rows: Sequence[Row], ways: Sequence[str], setting: Setting) -> list[str]:

@@ -19,7 +19,7 @@ from .models import MICRO, MICRO_BATCHES, PAPER, WRITTEN, case_of
 from .processes import Row
 from .setting import Setting
 from .step_times import rounds
-from .ways import Step, low_way, prepared, scaler_of, step_of
+from .ways import CHANNELS_LAST, Step, low_way, prepared, scaler_of, step_of
 
 SMALL_BATCHES = f"""\
 The batches are those of
@@ -44,7 +44,8 @@ def case_in(setting: Setting, name: str) -> ModelCase:
 
 def ways(setting: Setting) -> tuple[str, ...]:
     """The columns of the table."""
-    return ("fp32", "autocast", "autoamp", low_way(setting))
+    plain = ("fp32", "autocast", "autoamp", low_way(setting))
+    return (*plain, *(way + CHANNELS_LAST for way in plain[1:]))
 
 
 def measured(name: str, setting: Setting) -> Row:
@@ -56,7 +57,8 @@ def measured(name: str, setting: Setting) -> Row:
         ready = prepared(case, way, setting)
         return step_of(case, ready, batches, scaler_of(way, setting))
 
-    makers = {way: partial(make, way) for way in ways(setting)}
+    chosen = step_times.ways_of(name, ways(setting))
+    makers = {way: partial(make, way) for way in chosen}
     return step_times.measured(name, makers, setting)
 
 

@@ -23,6 +23,9 @@ BF16 = torch.bfloat16
 INDUCTOR = ", inductor"
 """The end of the name of a way that inductor compiles."""
 
+CHANNELS_LAST = ", channels last"
+"""The end of the name of a way whose convolutions and images lie channels last."""
+
 Step = Callable[[], None]
 
 
@@ -53,13 +56,17 @@ def prepared(
 
     Args:
         case: the model and its batch.
-        way: "fp32", "autocast", "autoamp", `low_way`; or one followed by `INDUCTOR`.
+        way: "fp32", "autocast", "autoamp", `low_way`; or one followed by
+            `CHANNELS_LAST`, by `INDUCTOR`, or by both in this order.
         setting: the device and the compute dtype.
         **options: of the conversion, for autoamp.
     """
     device, dtype = setting.device, setting.low
     way, comma, _ = way.partition(INDUCTOR)
+    way, last, _ = way.partition(CHANNELS_LAST)
     model, batch = case.model().to(device), to_device(case.inputs(0), device)
+    if last:
+        model, batch = model.to(memory_format=torch.channels_last), _last(batch)
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     if way.startswith("autoamp"):
         given = {"do_no_harm": False, "strict": True, **options}
@@ -76,6 +83,17 @@ def prepared(
         )
     call: Callable[..., Any] = torch.compile(model) if comma else model
     return Prepared(call, context, batch, model)
+
+
+def _last(batch: Batch) -> Batch:
+    """The batch with its images channels last."""
+
+    def moved(value: Tensor) -> Tensor:
+        images = value.dim() == 4
+        return value.to(memory_format=torch.channels_last) if images else value
+
+    lying: Batch = pytree.tree_map_only(Tensor, moved, batch)
+    return lying
 
 
 def scaler_of(way: str, setting: Setting) -> torch.amp.GradScaler | None:

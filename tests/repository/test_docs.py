@@ -12,6 +12,7 @@ import contextlib
 import io
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -134,6 +135,15 @@ def comparable(printed: str) -> str:
     """Less what depends on where files lie: lines of source, folders of rules files."""
     kept = re.sub(r"^  source .*\n", "", printed, flags=re.MULTILINE)
     return re.sub(r"\(from /\S*/rules/", "(from rules/", kept)
+
+
+def test_what_the_diff_of_the_readme_adds_runs() -> None:
+    (diff,) = blocks(REPO / "README.md", "diff")
+    lines = [line for line in diff.text.splitlines() if not line.startswith("-")]
+    assert len(diff.text.splitlines()) == 5
+    names = namespace()
+    run(replace(diff, text="\n".join(line[1:] for line in lines)), names)
+    assert autoamp.is_converted(names["model"])
 
 
 # -- commands --------------------------------------------------------------------------

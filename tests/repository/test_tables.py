@@ -22,13 +22,14 @@ from benchmarks import (
     compiled,
     curves,
     emitted,
+    first_chart,
     first_table,
     processes,
     report,
     step_times,
 )
 from benchmarks.curves import Digits
-from benchmarks.models import workloads
+from benchmarks.models import CONVOLVE, MICRO, PAPER, WRITTEN, workloads
 from benchmarks.setting import Setting
 from benchmarks.timing import interleaved, ratios
 from benchmarks.ways import prepared
@@ -64,6 +65,7 @@ PAGES = {
 
 H100 = "nvidia-h100-80gb-hbm3"
 PAGES_OF_MODELS = {
+    "compiled": ("compiled", Setting()),
     "decoding": ("decoding", Setting()),
     "meshes": ("meshes", Setting()),
     "prediction": ("prediction", Setting()),
@@ -71,7 +73,7 @@ PAGES_OF_MODELS = {
     f"training-bf16-{H100}": ("training", Setting("cuda")),
     f"training-fp16-{H100}": ("training", Setting("cuda", "fp16")),
 }
-OLDER = {"bytes", "compiled", "inference"}
+OLDER = {"bytes", "inference"}
 """Pages that were measured before the table had all of its columns of today."""
 
 
@@ -104,10 +106,49 @@ def test_every_page_is_one_of_these() -> None:
     assert pages == {*PAGES, *PAGES_OF_MODELS, *OLDER, *elsewhere}
 
 
-def test_readmes_table_is_made_of_the_committed_tables() -> None:
+def test_readmes_table_and_chart_are_made_of_the_committed_table() -> None:
     text = (report.ROOT / "README.md").read_text("utf-8")
     assert report.markdown(first_table.HEADER, first_table.rows()) in text
     assert len(text.splitlines()) <= 130
+    assert first_chart.CHART.read_text() == first_chart.chart()
+    chart = first_chart.CHART.relative_to(report.ROOT).as_posix()
+    assert text.index(chart) < text.index("\n## "), "the chart is on the first screen"
+    assert "do_no_harm=False" not in text.partition("\n## ")[0]
+
+
+def test_a_figure_that_is_missing_is_said_to_be() -> None:
+    measured = {"autocast": {"seconds": [1.0]}, "autoamp": {"seconds": [0.5]}}
+    last = "autocast, channels last"
+    rows = [row("resnet50", **measured), row("gpt2", **measured)]
+    rows.append(row("vit", **measured) | {"failures": {last: "no memory"}})
+    lines = step_times.table(rows, ("autocast", "autoamp", last)).splitlines()
+    found = [line.split("|")[-2].strip() for line in lines[2:]]
+    assert found == ["not measured", "-", "failed", "-"]
+
+
+def test_the_models_that_convolve_are_those_with_convolutions() -> None:
+    cases = {case.name: case for case in (*PAPER, *WRITTEN, MICRO)}
+    kinds = (torch.nn.Conv1d, torch.nn.Conv2d)
+    has = {
+        name
+        for name, case in cases.items()
+        if any(isinstance(each, kinds) for each in case.model().modules())
+    }
+    assert has == CONVOLVE
+
+
+def test_a_way_channels_last_has_weights_and_images_so() -> None:
+    case = {case.name: case for case in PAPER}["resnet50"]
+    ready = prepared(case, "autocast, channels last")
+    pixels = ready.batch[1]["pixel_values"]
+    assert pixels.is_contiguous(memory_format=torch.channels_last)
+    weights = [p for p in ready.model.parameters() if p.dim() == 4]
+    assert all(p.is_contiguous(memory_format=torch.channels_last) for p in weights)
+    assert (
+        not prepared(case, "autocast")
+        .batch[1]["pixel_values"]
+        .is_contiguous(memory_format=torch.channels_last)
+    )
 
 
 COMMANDS = {

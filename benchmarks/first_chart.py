@@ -1,0 +1,127 @@
+"""`python -m benchmarks.first_chart`: the README's chart, out of a committed table.
+
+Nothing is measured here: times are those of the H100 in bf16.  The chart follows the
+reader's light or dark colours, and its letters can be read on a phone.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from html import escape
+
+from . import report, step_times
+from .bars import COLOURS
+from .models import CONVOLVE
+from .processes import Row
+from .step_times import BASELINE
+from .ways import CHANNELS_LAST
+
+TABLE = "training-bf16-nvidia-h100-80gb-hbm3"
+CHART = report.ROOT / "docs" / "images" / "h100.svg"
+TITLES = {
+    "gpt2": "GPT-2",
+    "bert": "BERT",
+    "llama": "Llama",
+    "t5": "T5",
+    "vit": "ViT",
+    "resnet50": "ResNet-50",
+    "convnext_tiny": "ConvNeXt",
+}
+WAYS = {"autoamp": "autoamp", "bfloat16": ".bfloat16()"}
+"""The ways that are drawn, and their names."""
+
+WIDTH, LEFT, RIGHT, TOP = 480, 104, 44, 66
+BAR, GAP = 13, 12
+MOST = 1.1
+STYLE = """\
+text{font:14px system-ui,sans-serif;fill:#24292f}
+.title{font-weight:600}.small{font-size:12px}
+.one{stroke:#24292f;stroke-dasharray:4 3}
+@media(prefers-color-scheme:dark){text{fill:#e6edf3}.one{stroke:#e6edf3}}"""
+
+
+def rows_of_the_table() -> list[Row]:
+    """The rows that chart and table of the README are made of."""
+    found = json.loads((report.RESULTS / f"{TABLE}.json").read_text())
+    return list(found["models"])
+
+
+def shares() -> dict[str, dict[str, float]]:
+    """For each model the share of autocast's time of each way."""
+    return {row["name"]: step_times.shares(row) for row in rows_of_the_table()}
+
+
+def means() -> dict[str, float]:
+    """The geometric mean of each way that is drawn."""
+    every = shares().values()
+    return {
+        way: statistics.geometric_mean([each[way] for each in every]) for way in WAYS
+    }
+
+
+def chart() -> str:
+    """The SVG."""
+    found = shares()
+    group = len(WAYS) * BAR + GAP
+    bottom = TOP + group * len(TITLES)
+    middle = means()
+    parts = [
+        _text(0, 16, "H100, bf16: time of a training step, autocast = 1", "title"),
+        *_keys(middle),
+    ]
+    unfair = []
+    for number, (name, title) in enumerate(TITLES.items()):
+        y = TOP + group * number
+        last = f"{BASELINE}{CHANNELS_LAST}" in found[name]
+        # Convolutions: autoamp runs them channels last, and autocast as they are given.
+        mark = "" if last or name not in CONVOLVE else "*"
+        unfair += [mark] * bool(mark)
+        parts.append(_text(LEFT - 8, y + BAR + 5, title + mark, end=True))
+        for row, way in enumerate(WAYS):
+            parts.append(_bar(y + row * BAR, found[name][way], way))
+    one = _x(1.0)
+    ends = f'x1="{one:.1f}" x2="{one:.1f}" y1="{TOP - 6}" y2="{bottom - GAP + 4}"'
+    parts.append(f'<line class="one" {ends}/>')
+    if unfair:
+        said = "* has convolutions; autocast with channels last: not measured there"
+        parts.append(_text(0, bottom + 10, said, "small"))
+    size = f'viewBox="0 0 {WIDTH} {bottom + 18}" width="{WIDTH}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
+    return "\n".join([head, f"<style>{STYLE}</style>", *parts, "</svg>"]) + "\n"
+
+
+def _keys(middle: dict[str, float]) -> list[str]:
+    parts = []
+    for number, (way, title) in enumerate(WAYS.items()):
+        x = number * 190
+        box = f'<rect x="{x}" y="30" width="12" height="12" fill="{COLOURS[way]}"/>'
+        parts += [box, _text(x + 18, 41, f"{title}, mean {middle[way]:.2f}")]
+    return parts
+
+
+def _x(share: float) -> float:
+    return LEFT + (WIDTH - LEFT - RIGHT) * share / MOST
+
+
+def _bar(y: float, share: float, way: str) -> str:
+    size = f'y="{y}" width="{_x(share) - LEFT:.1f}" height="{BAR - 1}"'
+    bar = f'<rect x="{LEFT}" {size} fill="{COLOURS[way]}"/>'
+    return bar + _text(max(_x(share), _x(1.0)) + 6, y + 10, f"{share:.2f}", "small")
+
+
+def _text(x: float, y: float, text: str, kind: str = "", *, end: bool = False) -> str:
+    anchor = ' text-anchor="end"' if end else ""
+    style = f' class="{kind}"' if kind else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}"{anchor}{style}>{escape(text)}</text>'
+
+
+def main() -> int:
+    """Writes the chart."""
+    CHART.write_text(chart())
+    print(CHART)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
