@@ -83,7 +83,7 @@ def test_sdist_holds_what_a_build_and_a_test_run_need(dist: tuple[Path, Path]) -
         "README.md",
         "constraints.txt",
         "docs/how-it-works.md",
-        "examples/train_digits.py",
+        "examples/demo.py",
         "pyproject.toml",
         "tests/conftest.py",
     } <= names
@@ -168,6 +168,17 @@ def test_readme_names_the_versions_that_are_needed_and_tested() -> None:
     assert {name: needed for name, needed, _ in rows} == declared
     for name, _, tested in rows:
         assert name == "Python" or tested == CONSTRAINTS[name.lower()], name
+
+
+def test_the_public_address_stands_in_one_place() -> None:
+    address = PROJECT["urls"]["Repository"]
+    owner = address.rsplit("/", 2)[1]
+    assert [*PROJECT["urls"]] == ["Repository"]
+    pages = [*REPO.glob("*.md"), *(REPO / "docs").glob("*.md"), REPO / "mkdocs.yml"]
+    pages += (REPO / ".github").rglob("*.yml")
+    named = [page.name for page in pages if f"/{owner}/" in page.read_text("utf-8")]
+    assert named == []
+    assert 'pip install "git+ADDRESS"' in (REPO / "README.md").read_text("utf-8")
 
 
 def test_the_oldest_torch_is_what_the_project_allows() -> None:
