@@ -7,6 +7,7 @@ and the links follow.
 from __future__ import annotations
 
 import shutil
+import tomllib
 from pathlib import Path
 
 import click
@@ -23,6 +24,9 @@ MOVED = {
     "docs/": "",
 }
 """The start of a link in the repository, and that of the same link on the site."""
+PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text("utf-8"))["project"]
+ADDRESS = "ADDRESS"
+"""The word that stands on pages for the address in `[project.urls]`."""
 COMMANDS = "command-line.md"
 """The page at whose end the generated reference stands."""
 
@@ -33,18 +37,28 @@ def stage(folder: Path, commands: click.Group) -> None:
     shutil.copytree(REPO / "docs", folder)
     _copy(REPO / "benchmarks" / "results", folder / "results", "*.md", "*.svg")
     _copy(REPO / "rules", folder / "rules", "*.toml")
-    for source, target in [
-        ("rules/README.md", "rules.md"),
-        ("CHANGELOG.md", "changelog.md"),
-        ("CONTRIBUTING.md", "contributing.md"),
-    ]:
+    sources = {
+        "rules.md": "rules/README.md",
+        "changelog.md": "CHANGELOG.md",
+        "contributing.md": "CONTRIBUTING.md",
+    }
+    for target, source in sources.items():
         shutil.copy(REPO / source, folder / target)
+    with (folder / COMMANDS).open("a", encoding="utf-8") as end:
+        end.write(f"\n## Every command and option\n\n{reference(commands)}\n")
     for page in folder.glob("*.md"):
-        page.write_text(moved_links(page.read_text("utf-8")), "utf-8")
+        text = moved_links(page.read_text("utf-8"))
+        text = text.replace(ADDRESS, PROJECT["urls"]["Repository"])
+        source = sources.get(page.name, f"docs/{page.name}")
+        page.write_text(f"{text}\n{last_line(source)}", "utf-8")
     for page in (folder / "results").glob("*.md"):
         page.write_text(titled(page.stem, page.read_text("utf-8")), "utf-8")
-    with (folder / COMMANDS).open("a", encoding="utf-8") as page:
-        page.write(f"\n## Every command and option\n\n{reference(commands)}\n")
+
+
+def last_line(source: str) -> str:
+    """The version, and a link to edit the file that a page is made of."""
+    edit = f"{PROJECT['urls']['Repository']}/edit/main/{source}"
+    return f"---\n\nautoamp {PROJECT['version']} \u00b7 [Edit this page]({edit})\n"
 
 
 def moved_links(text: str) -> str:
