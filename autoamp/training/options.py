@@ -49,8 +49,9 @@ class ExportOptions(RewriteOptions, total=False):
 class ConvertOptions(ExportOptions, total=False):
     """Options of `autoamp.convert`, for a dict that type checkers know.
 
-    All functions that take `**options` take these, and so does `options=` of
-    `torch.compile(model, backend="autoamp")`; `autoamp.convert` explains them.
+    All functions that take `**options` take these; `autoamp.convert` explains them.  So
+    does `options=` of `torch.compile(model, backend="autoamp")`, but torch's own type
+    for it is a plain dict, so that a type checker cannot check those options.
 
     Example:
         >>> options: autoamp.ConvertOptions = {"precision": "bf16", "do_no_harm": False}
