@@ -59,15 +59,17 @@ _LISTS = {each: f"AUTOAMP_{each.upper()}LIST_ADD" for each in ("allow", "deny")}
 
 
 _FLAGS = {
-    "do_no_harm": "--no-do-no-harm",
+    "do_no_harm": "--convert-anyway",
+    "allow": "--allow {}",
+    "deny": "--deny {}",
+    "infer": "--infer {}",
+    "clear": "--clear {}",
+    "keep": "--keep {}",
     "precision": "--precision {}",
     "placement": "--placement {}",
     "rules": "--rules {}",
 }
-"""The flags of the commands that take options of `convert`, but for `_IN_FILE`."""
-
-_IN_FILE = ("allow", "deny", "infer", "clear")
-"""Options that a command takes in a file of rules, by --rules, as it does `keep`."""
+"""The flags of the commands that take options of `convert`."""
 
 _ON_COMMAND_LINE = ContextVar("on the command line", default=False)
 
@@ -130,31 +132,19 @@ def advice(option: str, value: object, *, by_variables: bool) -> str:
     names = [str(each) for each in value] if isinstance(value, list | tuple) else []
     listed = "[" + ", ".join(f'"{each}"' for each in names) + "]"
     if _ON_COMMAND_LINE.get():
-        return _on_command_line(option, value, names, listed)
+        if option not in _FLAGS:
+            return f"{option}={listed if names else repr(value)} in Python"
+        return _FLAGS[option].format(",".join(names) if names else value)
     if not by_variables:
         return f"{option}={listed if names else repr(value)}"
     if isinstance(value, Mapping):
         return f"AUTOAMP_UNFUSED={','.join(value)}"
-    if option == "keep":
-        return f"AUTOAMP_RULES=FILE with keep.modules = {listed} in that file"
     if option in _LISTS:
         return f"{_LISTS[option]}={','.join(names)}"
     if names:
         return f"AUTOAMP_{option.upper()}={','.join(names)}"
     shown = int(value) if isinstance(value, bool) else value
     return f"AUTOAMP_{option.upper()}={shown}"
-
-
-def _on_command_line(option: str, value: object, names: list[str], listed: str) -> str:
-    """The text that sets an option of a command; for some there is none but Python."""
-    if option in _FLAGS:
-        return _FLAGS[option].format(value)
-    if option == "keep":
-        return f"--rules FILE with keep.modules = {listed} in that file"
-    if option in _IN_FILE:
-        each = ", ".join(f'"{name}" = "why"' for name in names)
-        return f"--rules FILE with {option} = {{ {each} }} in that file"
-    return f"{option}={listed if names else repr(value)} in Python"
 
 
 @contextlib.contextmanager
@@ -402,6 +392,9 @@ _T = TypeVar("_T")
 QUIET = 2.0
 """Seconds before a bar is shown."""
 
+bars: list[str] = []
+"""The bars that there are now; any other sign of a command's work gives way."""
+
 
 def told(items: Collection[_T], doing: str) -> Iterator[_T]:
     """Yields `items`; after `QUIET` seconds a bar shows how many are done.
@@ -421,6 +414,7 @@ def told(items: Collection[_T], doing: str) -> Iterator[_T]:
         timer = threading.Timer(QUIET, bar.update, (task,), shown)
         timer.daemon = True
         timer.start()  # the first item alone may take minutes
+        bars.append(doing)
         try:
             for item in items:
                 yield item
@@ -429,4 +423,5 @@ def told(items: Collection[_T], doing: str) -> Iterator[_T]:
                     task, advance=1, total=len(items), visible=late, refresh=late
                 )
         finally:
+            bars.remove(doing)
             timer.cancel()

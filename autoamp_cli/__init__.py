@@ -11,6 +11,7 @@ import click
 
 from autoamp_cli.bench import bench
 from autoamp_cli.calibrate import calibrate
+from autoamp_cli.commands import Commands
 from autoamp_cli.compare import compare
 from autoamp_cli.diff import diff
 from autoamp_cli.env import env
@@ -20,9 +21,12 @@ from autoamp_cli.plan import plan
 from autoamp_cli.replay import replay
 from autoamp_cli.rules import rules
 from autoamp_cli.run import run
+from autoamp_cli.tune import tune
+
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-@click.group()
+@click.group(cls=Commands, context_settings=_SETTINGS)
 @click.version_option(package_name="autoamp")
 def main() -> None:
     """Automatic mixed precision for PyTorch."""
@@ -40,6 +44,7 @@ _COMMANDS: tuple[click.Command, ...] = (
     replay,
     rules,
     run,
+    tune,
 )
 for _command in _COMMANDS:
     main.add_command(_command)

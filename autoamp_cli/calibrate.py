@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from autoamp_cli.commands import command
+from autoamp_cli.outputs import as_json, refuse_unwritable, with_json, write
+from autoamp_cli.waiting import waiting
+
 if TYPE_CHECKING:
     import torch
     from rich.table import Table
@@ -14,10 +18,11 @@ if TYPE_CHECKING:
     from autoamp.passes.decide.devices import Curve, Device
 
 
-@click.command()
+@command()
 @click.option("--device", default="", metavar="D", help="cpu or cuda; default: both.")
 @click.option("--show", is_flag=True, help="Show the speeds that are kept already.")
-def calibrate(device: str, show: bool) -> None:
+@with_json
+def calibrate(device: str, show: bool, json_to: str | None) -> None:
     """Measures the speeds by which ops are priced, and keeps them.
 
     `convert` does so by itself where no speeds are kept.  Run this where they were
@@ -27,26 +32,44 @@ def calibrate(device: str, show: bool) -> None:
     Example:
       autoamp calibrate
     """
+    if device not in ("", "cpu", "cuda"):
+        raise click.BadParameter(
+            f"{device!r}: the machine that is here is measured; give cpu or cuda"
+        )
+    refuse_unwritable(json_to)
+    with waiting("measuring this machine"):
+        found = _measured(device, show=show)
+    if json_to:
+        from autoamp.passes.decide.devices import figures_of
+
+        each = {kind: figures_of(speeds) for kind, (speeds, _) in found.items()}
+        write(json_to, as_json({"schema": 1, "devices": each}))
+    if json_to != "-":
+        from rich.console import Console
+
+        for speeds, low in found.values():
+            Console().print(_speeds_table(speeds, low))
+
+
+def _measured(device: str, *, show: bool) -> dict[str, tuple[Device, torch.dtype]]:
+    """The speeds of each device of this machine, and the low dtype they are for."""
     import torch
-    from rich.console import Console
 
     from autoamp.passes.decide.devices import kind_of
     from autoamp.passes.speeds.speeds import device_for, is_off, measure_again
 
-    if device not in ("", "cpu", "cuda"):
-        raise click.BadParameter(f"{device!r} is neither cpu nor cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise click.UsageError("this machine has no GPU that torch can use")
     if is_off():
         raise click.UsageError("AUTOAMP_CALIBRATE=0 switches measuring off: unset it")
-    kinds = [device] if device else ["cpu", *["cuda"] * torch.cuda.is_available()]
-    for kind in kinds:
+    found = {}
+    for kind in [device] if device else ["cpu", *["cuda"] * torch.cuda.is_available()]:
         here, low = torch.device(kind), kind_of(kind).usual_dtype
-        if show:
-            found = device_for(here, low, calibrate=True)
-        else:
-            found = measure_again(here, low)
-        Console().print(_speeds_table(found, low))
+        speeds = (
+            device_for(here, low, calibrate=True) if show else measure_again(here, low)
+        )
+        found[kind] = speeds, low
+    return found
 
 
 def _speeds_table(device: Device, low: torch.dtype) -> Table:

@@ -6,36 +6,51 @@ from typing import Any
 
 import click
 
-from autoamp_cli.asked import asking, convert_options, show, with_convert_options
-from autoamp_cli.problem import Problem
+from autoamp_cli.asked import (
+    asking,
+    convert_options,
+    with_convert_options,
+    with_name,
+)
+from autoamp_cli.commands import command
+from autoamp_cli.outputs import answer, refuse_unwritable, with_json
 
 
-@click.command()
+@command()
 @click.option("--tolerance", type=float, help="Find modules to keep for this error.")
 @click.option("--to-rules", metavar="FILE", help="Write those modules as a rules file.")
+@with_json
 @with_convert_options
-@click.argument("factory", metavar="MODULE:FACTORY")
+@with_name
 def compare(
-    factory: str, *, tolerance: float | None, to_rules: str | None, **given: Any
+    name: str,
+    *,
+    batch: int | None,
+    sequence: int | None,
+    tolerance: float | None,
+    to_rules: str | None,
+    json_to: str | None,
+    **given: Any,
 ) -> None:
     """Ranks the ops of a model by their error.
 
-    FACTORY() returns (model, args) or (model, args, kwargs).  The model is called in
-    fp32 and in mixed precision; in training mode the backward runs too.  Exit status: 1
-    if no set of modules reaches the tolerance, 2 for bad input, else 0.
+    NAME is as for explain.  The model is called in fp32 and in mixed precision; in
+    training mode the backward runs too.  Exit status: 1 if no set of modules reaches
+    the tolerance, 2 for bad input, else 0.
 
     \b
     Examples:
       autoamp compare models.resnet:example --precision bf16
       autoamp compare models.resnet:example --tolerance 1e-3 --to-rules keep.toml
     """
-    from autoamp import api
-    from autoamp_cli.factory import made_by
-
     if to_rules and tolerance is None:
         raise click.UsageError("--to-rules needs --tolerance")
-    with asking(factory):
-        made = made_by(factory)
+    refuse_unwritable(to_rules, json_to)
+    with asking(name, "comparing"):
+        from autoamp import api
+        from autoamp.tools.named import made_by
+
+        made = made_by(name, batch=batch, sequence=sequence)
         found = api.compare(
             made.model,
             *made.args,
@@ -43,12 +58,9 @@ def compare(
             tolerance=tolerance,
             **convert_options(given),
         )
-    show(found)
+    answer(found, json_to)
     missed = tolerance is not None and found.keep is None
     if to_rules and not missed:
-        try:
-            found.to_rules(to_rules)
-        except OSError as error:
-            raise Problem(f"{to_rules} cannot be written: {error.strerror}") from None
+        found.to_rules(to_rules)
     if missed:
         raise SystemExit(1)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import os
 import sys
 from typing import Any
 
 import click
 
+from autoamp_cli.commands import command
+from autoamp_cli.outputs import as_json, refuse_unwritable, with_json, write
 from autoamp_cli.problem import Problem
+from autoamp_cli.waiting import waiting
 
 
-@click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print the differences as JSON.")
+@command()
+@with_json
 @click.option(
     "--full", is_flag=True, help="Print every row, not the first of each kind."
 )
@@ -20,7 +23,7 @@ from autoamp_cli.problem import Problem
 @click.argument("new", nargs=-1, required=True)
 @click.pass_context
 def diff(
-    ctx: click.Context, old: str, new: tuple[str, ...], as_json: bool, full: bool
+    ctx: click.Context, old: str, new: tuple[str, ...], json_to: str | None, full: bool
 ) -> None:
     """Shows which ops changed precision from OLD to NEW, or to each of several NEW.
 
@@ -34,18 +37,21 @@ def diff(
       autoamp diff precision.json new.json
       autoamp diff resnet.pt2 resnet.onnx precision.json
     """
-    from autoamp.errors import AutoampError
-    from autoamp.passes.saved import diff as compared
+    refuse_unwritable(json_to)
+    with waiting("comparing"):
+        from autoamp.errors import AutoampError
+        from autoamp.passes.saved import diff as compared
 
-    try:
-        first = _report(old)
-        found = [compared(first, _report(path)) for path in new]
-    except AutoampError as error:
-        raise Problem(str(error)) from None
-    if as_json:
+        try:
+            _refuse_to_replace(json_to)
+            first = _report(old)
+            found = [compared(first, _report(path)) for path in new]
+        except AutoampError as error:
+            raise Problem(str(error)) from None
+    if json_to:
         each = [one.to_dict() for one in found]
-        click.echo(json.dumps(each if len(each) > 1 else each[0], indent=1))
-    else:
+        write(json_to, as_json(each if len(each) > 1 else each[0]))
+    if json_to != "-":
         from rich.console import Console
 
         from autoamp_cli.diff_table import table_of
@@ -56,6 +62,21 @@ def diff(
             for part in table_of(one, full=full):
                 console.print(part)
     ctx.exit(1 if any(one.changed for one in found) else 0)
+
+
+def _refuse_to_replace(path: str | None) -> None:
+    """Refuses to write over a report, which `--json OLD NEW NEW` would do."""
+    if path is None or not os.path.isfile(path):
+        return
+    from autoamp.errors import AutoampError
+
+    try:
+        _report(path)
+    except AutoampError:
+        return
+    raise click.UsageError(
+        f"--json {path} would write over a report: give --json after OLD and NEW"
+    )
 
 
 def _report(path: str) -> Any:

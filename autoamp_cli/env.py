@@ -3,31 +3,48 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import click
+
+from autoamp_cli.commands import command
+from autoamp_cli.outputs import as_json, refuse_unwritable, with_json, write
+from autoamp_cli.waiting import waiting
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
-@click.command()
-def env() -> None:
+@command()
+@with_json
+def env(json_to: str | None) -> None:
     """Prints text to paste in an issue: versions, devices, gains to expect here.
 
     \b
     Example:
       autoamp env
     """
-    from autoamp_cli.devices import devices, versions
+    refuse_unwritable(json_to)
+    with waiting("looking at this machine"):
+        from autoamp_cli.devices import devices, versions
 
-    for name, value in versions():
+        found: dict[str, Any] = {
+            "versions": dict(versions()),
+            "devices": dict(devices()),
+            "environment": _variables(),
+        }
+    if json_to:
+        write(json_to, as_json({"schema": 1, **found}))
+    if json_to == "-":
+        return
+    for name, value in found["versions"].items():
         click.echo(f"{name + ':':<20}{value}")
-    for name, lines in devices():
+    for name, lines in (
+        *found["devices"].items(),
+        ("environment", found["environment"]),
+    ):
         click.echo(f"\n{name}")
         for line in lines:
             click.echo(f"  {line}")
-    click.echo("\nenvironment")
-    for line in _variables():
-        click.echo(f"  {line}")
 
 
 def _variables() -> list[str]:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 import click
 
-from autoamp_cli.asked import asking, convert_options, with_convert_options
-from autoamp_cli.factory import Made
+from autoamp_cli.asked import (
+    asking,
+    convert_options,
+    with_convert_options,
+    with_name,
+)
+from autoamp_cli.commands import command
+from autoamp_cli.outputs import as_json, refuse_unwritable, with_json, write
 from autoamp_cli.words import TARGETS
 
 
-@click.command()
+@command()
 @click.option(
     "--target",
     default="pt2",
@@ -27,14 +32,24 @@ from autoamp_cli.words import TARGETS
     is_flag=True,
     help="Let each size of the arguments be any size, where the model allows it.",
 )
+@with_json
 @with_convert_options
-@click.argument("factory", metavar="MODULE:FACTORY")
-def export(factory: str, *, target: Any, out: str, dynamic: bool, **given: Any) -> None:
-    """Writes the model that MODULE:FACTORY makes as a file, in mixed precision.
+@with_name
+def export(
+    name: str,
+    *,
+    batch: int | None,
+    sequence: int | None,
+    target: Any,
+    out: str,
+    dynamic: bool,
+    json_to: str | None,
+    **given: Any,
+) -> None:
+    """Writes a model as a file, in mixed precision.
 
-    FACTORY() returns (model, args) or (model, args, kwargs).  The file is an exported
-    program (pt2), a compiled package (aoti) or ONNX, and carries its plan, which
-    `autoamp diff` reads.
+    NAME is as for explain.  The file is an exported program (pt2), a compiled package
+    (aoti) or ONNX, and carries its plan, which `autoamp diff` reads.
 
     \b
     Examples:
@@ -42,26 +57,30 @@ def export(factory: str, *, target: Any, out: str, dynamic: bool, **given: Any) 
       autoamp export models.bert:example --target onnx --precision fp16 --out bert.onnx
       autoamp diff bert.pt2 bert.onnx
     """
-    from autoamp import api
-    from autoamp_cli.factory import made_by
-
     options = convert_options(given)
-    with asking(factory):
-        made = made_by(factory)
-        with _status(f"exporting {factory} for {target}"):
-            program = api.export(
-                made.model,
-                made.args,
-                made.kwargs,
-                dynamic_shapes=_any_sizes(made) if dynamic else None,
-                target=target,
-                out=out,
-                **options,
-            )
-    click.echo(_told(made.model, program, out))
+    refuse_unwritable(json_to)
+    with asking(name, "exporting"):
+        from autoamp import api
+        from autoamp.tools.named import made_by
+
+        made = made_by(name, batch=batch, sequence=sequence, trains=False, caches=False)
+        program = api.export(
+            made.model,
+            made.args,
+            made.kwargs,
+            dynamic_shapes=_any_sizes(made) if dynamic else None,
+            target=target,
+            out=out,
+            **options,
+        )
+    found = _facts(made.model, program, out)
+    if json_to:
+        write(json_to, as_json(found))
+    if json_to != "-":
+        click.echo(_told(found))
 
 
-def _any_sizes(made: Made) -> Any:
+def _any_sizes(made: Any) -> Any:
     """Every size of every tensor among the arguments as `torch.export.Dim.AUTO`."""
     import inspect
 
@@ -86,22 +105,27 @@ def _any_sizes(made: Made) -> Any:
     return found
 
 
-def _told(model: Any, program: Any, out: str) -> str:
-    """One line about the file that was written."""
+def _facts(model: Any, program: Any, out: str) -> dict[str, Any]:
+    """The sizes of the file that was written, in bytes, and how many ops run low."""
     size = os.path.getsize(out)
     size += os.path.getsize(f"{out}.data") if os.path.exists(f"{out}.data") else 0
     tensors = [*model.parameters(), *model.buffers()]
-    wide = sum(t.numel() * 4 if t.is_floating_point() else 0 for t in tensors)
     plan = program.graph_module.meta["custom"]["autoamp"]
     ops = plan["report"]["ops"]
-    low = sum(op["precision"] != "fp32" for op in ops)
-    dtype = plan["report"]["compute_dtype"]
-    what = f"{low} of {len(ops)} float ops in {dtype}" if low else "everything in fp32"
-    return f"{out}: {size / 1e6:.2f} MB (weights in fp32: {wide / 1e6:.2f} MB), {what}"
+    return {
+        "schema": 1,
+        "file": out,
+        "bytes": size,
+        "bytes_fp32": sum(t.numel() * 4 for t in tensors if t.is_floating_point()),
+        "ops": len(ops),
+        "low": sum(op["precision"] != "fp32" for op in ops),
+        "compute_dtype": plan["report"]["compute_dtype"],
+    }
 
 
-def _status(text: str) -> Any:
-    """A spinner on stderr, in a terminal."""
-    from rich.console import Console
-
-    return Console(stderr=True, quiet=not sys.stderr.isatty()).status(text)
+def _told(found: dict[str, Any]) -> str:
+    """One line about the file."""
+    low, ops, dtype = (found[name] for name in ("low", "ops", "compute_dtype"))
+    what = f"{low} of {ops} float ops in {dtype}" if low else "everything in fp32"
+    sizes = [f"{found[name] / 1e6:.2f} MB" for name in ("bytes", "bytes_fp32")]
+    return "{file}: {} (weights in fp32: {}), {what}".format(*sizes, what=what, **found)

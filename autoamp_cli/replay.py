@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import click
 
-from autoamp_cli.asked import asking, show
+from autoamp_cli.asked import asking, convert_options, with_convert_options
+from autoamp_cli.commands import command
+from autoamp_cli.outputs import answer, as_json, refuse_unwritable, with_json, write
 from autoamp_cli.problem import Problem
 
 CURED, NOT_CURED, NOT_REPRODUCED = 0, 1, 3
 
 
-@click.command()
-@click.option("--model", metavar="MODULE:FACTORY", help="Makes the model.")
-@click.option("--loss", metavar="MODULE:FN", help="The loss of the model's output.")
-@click.option("--write", metavar="FILE", help="Write the rule; rules= takes the file.")
-@click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
+@command()
+@click.option("--model", metavar="NAME", help="The model, as for explain.")
+@click.option(
+    "--loss", metavar="MODULE:FUNCTION", help="The loss of the model's output."
+)
+@click.option(
+    "--write", "rule_to", metavar="FILE", help="Write the rule; rules= takes the file."
+)
+@with_json
+@with_convert_options
 @click.argument("folder")
 @click.pass_context
 def replay(
     ctx: click.Context,
+    /,
     folder: str,
     *,
     model: str | None,
     loss: str | None,
-    write: str | None,
-    as_json: bool,
+    rule_to: str | None,
+    json_to: str | None,
+    **given: Any,
 ) -> None:
     """Runs the step of a snapshot again, and says why its numbers are not finite.
 
     FOLDER is the folder of record=, whose newest snapshot is taken, or that of one
-    snapshot.  FACTORY() returns the model, (model, args) or (model, args, kwargs).
+    snapshot.  A factory may return the model alone.  Options are added to those of the
+    snapshot.
     Exit status: 0 if a rule cures the step, 1 if none does, 3 if the step does not die
     again, 2 for bad input.
 
@@ -43,34 +51,29 @@ def replay(
       autoamp replay snapshots --model models.gpt:factory
       autoamp replay snapshots --model models.gpt:factory --write cure.toml
     """
-    from autoamp.tools.replay import find_overflow_in, rules_text
-    from autoamp_cli.factory import function_of, made_by
-
     if not model:
         raise Problem(
-            "a snapshot holds no code: give --model module:factory, a function that "
-            "returns the model that was trained"
+            "a snapshot holds no code: give --model pkg.module:factory, a function "
+            "that returns the model that was trained"
         )
-    with asking(model):
+    refuse_unwritable(rule_to, json_to)
+    with asking(model, "running again"):
+        from autoamp.tools.named import function_of, made_by
+        from autoamp.tools.replay import find_overflow_in, rules_text
+
         made = made_by(model, alone=True)
         loss_fn = function_of(loss) if loss else None
-        call = made.args, made.kwargs
-        found, snapshot = find_overflow_in(made.model, folder, call, None, loss_fn)
+        call, options = (made.args, made.kwargs), convert_options(given)
+        found, snapshot = find_overflow_in(made.model, folder, call, options, loss_fn)
     status = NOT_CURED if found.rule is None else CURED
     if not found or found.harmless:
         status = NOT_REPRODUCED
-    if as_json:
-        facts = {name: snapshot.facts[name] for name in ("rank", "step", "cause")}
-        told = {"format": 2, **facts, **_as_dict(found), "status": status}
-        click.echo(json.dumps(told, indent=2))
-    else:
-        show(found)
-    if write and found.rule is not None:
-        try:
-            Path(write).write_text(rules_text(found.rule, snapshot), encoding="utf-8")
-        except OSError as error:
-            raise Problem(f"{write} cannot be written: {error.strerror}") from None
-    elif write:
+    facts = {name: snapshot.facts[name] for name in ("rank", "step", "cause")}
+    told = {"format": 2, **facts, **_as_dict(found), "status": status}
+    answer(found, json_to, as_json(told))
+    if rule_to and found.rule is not None:
+        write(rule_to, rules_text(found.rule, snapshot))
+    elif rule_to:
         click.echo("There is no rule to write.", err=True)
     ctx.exit(status)
 

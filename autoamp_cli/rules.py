@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from autoamp_cli.commands import Command, Commands
+from autoamp_cli.outputs import as_json, refuse_unwritable, with_json, write
 from autoamp_cli.problem import Problem
 from autoamp_cli.words import CATEGORIES, PRECISIONS
 
@@ -24,16 +25,16 @@ _OTHERS = {
 """The complete sets: their titles, and what an op in none of their lists gets."""
 
 
-@click.group()
+@click.group(cls=Commands)
 def rules() -> None:
     """Shows the op rules, checks a rules file, says why an op is in its list."""
 
 
-@rules.command(name="list")
+@rules.command(name="list", cls=Command)
 @click.option("--precision", type=_PRECISION, default="bf16", help="Default: bf16.")
 @click.option("--category", type=click.Choice(CATEGORIES), help="Only one list.")
-@click.option("--json", "as_json", is_flag=True, help="Print the rules as JSON.")
-def list_(precision: str, category: str | None, as_json: bool) -> None:
+@with_json
+def list_(precision: str, category: str | None, json_to: str | None) -> None:
     """Prints the built-in rules of a precision: each op, its list, and the reason.
 
     \b
@@ -41,6 +42,7 @@ def list_(precision: str, category: str | None, as_json: bool) -> None:
       autoamp rules list --category deny
       autoamp rules list --precision fp16 --json
     """
+    refuse_unwritable(json_to)
     from autoamp.passes.rules import Rules
 
     table = Rules.default(precision).table
@@ -51,18 +53,16 @@ def list_(precision: str, category: str | None, as_json: bool) -> None:
         for op in sorted(table)
         if table[op].category == wanted
     ]
-    if as_json:
-        keys = ("op", "category", "reason")
-        rows = [{**{k: getattr(r, k) for k in keys}, **_meant(r)} for r in found]
-        click.echo(json.dumps(rows, indent=1))
-        return
-    for rule in found:
+    if json_to:
+        write(json_to, as_json([_meant(rule) for rule in found]))
+    for rule in found if json_to != "-" else ():
         click.echo(f"{rule.category:<6} {rule.op}: {rule.reason}")
 
 
-@rules.command()
+@rules.command(cls=Command)
+@with_json
 @click.argument("file")
-def check(file: str) -> None:
+def check(file: str, json_to: str | None) -> None:
     """Finds every fault of the rules FILE.
 
     Exit status: 0 if there is none, 1 if there is one, 2 if FILE cannot be read.
@@ -71,6 +71,7 @@ def check(file: str) -> None:
     Example:
       autoamp rules check my_rules.toml
     """
+    refuse_unwritable(json_to)
     from autoamp.errors import RulesError
     from autoamp.messages import printable_line
     from autoamp.passes.rules.parse import check as faults_of
@@ -79,6 +80,11 @@ def check(file: str) -> None:
         faults, count = faults_of(Path(file))
     except (RulesError, ValueError) as error:  # a null byte in the path
         raise Problem(str(error)) from None
+    if json_to:
+        each = [{"line": each.line, "problem": each.problem} for each in faults]
+        write(json_to, as_json({"file": file, "rules": count, "faults": each}))
+    if json_to == "-":
+        raise SystemExit(1 if faults else 0)
     for fault in faults:
         place = f"{file}:{fault.line}" if fault.line else file
         click.echo(printable_line(f"{place}: {fault.problem}", 2000))
@@ -89,10 +95,11 @@ def check(file: str) -> None:
     )
 
 
-@rules.command()
+@rules.command(cls=Command)
 @click.option("--precision", type=_PRECISION, help="Default: both.")
+@with_json
 @click.argument("op")
-def why(op: str, precision: str | None) -> None:
+def why(op: str, precision: str | None, json_to: str | None) -> None:
     """Says in which list OP is, and why; and what other tools do with it.
 
     \b
@@ -100,6 +107,7 @@ def why(op: str, precision: str | None) -> None:
       autoamp rules why softmax
       autoamp rules why aten::sum.dim_IntList --precision fp16
     """
+    refuse_unwritable(json_to)
     from autoamp.messages import printable_line
     from autoamp.passes.ops import exists, parse_op_name
     from autoamp.passes.rules import Rules
@@ -109,17 +117,29 @@ def why(op: str, precision: str | None) -> None:
     key = parse_op_name(op)
     if not exists(key):
         raise Problem(printable_line(unknown_op(key), 500))
-    click.echo(key)
     ours = "decided by its schema and tags: a view or pointwise op may be low"
-    for each in PRECISIONS if precision is None else (precision,):
-        place = f"rules/{builtin_path(each).name}"
-        _say(f"autoamp, {each} ({place})", key, Rules.default(each), ours)
+    sets = {
+        f"autoamp, {each} (rules/{builtin_path(each).name})": (
+            _said_of(key, Rules.default(each)),
+            ours,
+        )
+        for each in (PRECISIONS if precision is None else (precision,))
+    }
     for name, (title, otherwise) in _OTHERS.items():
-        _say(title, key, Rules.load(name), otherwise)
+        sets[title] = _said_of(key, Rules.load(name)), otherwise
+    if json_to:
+        told = {title: _as_facts(*of) for title, of in sets.items()}
+        write(json_to, as_json({"op": key, "sets": told}))
+    if json_to == "-":
+        return
+    click.echo(key)
+    for title, (said, otherwise) in sets.items():
+        click.echo(f"  {title}")
+        _say(said, otherwise)
 
 
-def _say(title: str, key: str, table: Rules, otherwise: str) -> None:
-    """Prints what one set says of an op, overload by overload where these differ."""
+def _said_of(key: str, table: Rules) -> dict[Rule | None, list[str]]:
+    """Each rule that a set has on an op, to the overloads that it holds for."""
     from autoamp.passes.ops import (
         is_out_variant,
         op_name,
@@ -133,7 +153,27 @@ def _say(title: str, key: str, table: Rules, otherwise: str) -> None:
     for overload in [*filter(takes_tensors, every)] or every:
         name = split_key(op_name(overload))[2]
         said.setdefault(table.lookup(overload), []).append(name)
-    click.echo(f"  {title}")
+    return said
+
+
+def _as_facts(
+    said: dict[Rule | None, list[str]], otherwise: str
+) -> list[dict[str, Any]]:
+    """What `_say` prints, as plain values."""
+    none: dict[str, Any] = {
+        "op": None,
+        "category": None,
+        "reason": otherwise,
+        "when": [],
+    }
+    return [
+        {**(none if rule is None else _meant(rule)), "overloads": names}
+        for rule, names in said.items()
+    ]
+
+
+def _say(said: dict[Rule | None, list[str]], otherwise: str) -> None:
+    """Prints what one set says of an op, overload by overload where these differ."""
     for rule, names in said.items():
         of = f" [{', '.join(names)}]" if len(said) > 1 else ""
         if rule is None:
@@ -148,7 +188,9 @@ def _say(title: str, key: str, table: Rules, otherwise: str) -> None:
             )
 
 
-def _meant(rule: Rule) -> dict[str, object]:
-    """The conditions of a rule as plain values."""
+def _meant(rule: Rule) -> dict[str, Any]:
+    """A rule as plain values."""
     keys = ("test", "argument", "value", "category", "reason")
-    return {"when": [{k: getattr(c, k) for k in keys} for c in rule.when]}
+    conditions = [{key: getattr(each, key) for key in keys} for each in rule.when]
+    own = {key: getattr(rule, key) for key in ("op", "category", "reason")}
+    return {**own, "when": conditions}

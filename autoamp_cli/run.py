@@ -9,32 +9,31 @@ from typing import Any
 
 import click
 
-from autoamp_cli.words import PLACEMENTS
+from autoamp_cli.asked import LISTS, with_convert_options
+from autoamp_cli.commands import command
+from autoamp_cli.problem import Problem
+from autoamp_cli.words import CATEGORIES
 
 _LAUNCHED = {"AUTOAMP_ENABLE": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
 
 
-def _lists(function: Any) -> Any:
-    """Adds the eight list options: add and remove for each of the four categories."""
-    for category in ("clear", "infer", "deny", "allow"):
-        for change, verb in (("remove", "to take out of"), ("add", "to put in")):
-            function = click.option(
-                f"--{category}list-{change}",
-                metavar="OPS",
-                help=f"Ops, comma-separated, {verb} the {category} list.",
-            )(function)
+def _removals(function: Any) -> Any:
+    """Adds an option for each list that takes ops out of the list."""
+    for category in reversed(CATEGORIES):
+        function = click.option(
+            f"--{category}list-remove",
+            metavar="OPS",
+            help=f"Ops to take out of the {category} list.",
+        )(function)
     return function
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+@command(context_settings={"allow_interspersed_args": False})
 @click.option("-m", "as_module", is_flag=True, help="SCRIPT is the name of a module.")
-@click.option("--precision", metavar="P", help="auto, fp16 or bf16.")
-@click.option("--rules", metavar="FILE", help="Rules laid over the built-in ones.")
-@_lists
+@with_convert_options
+@_removals
 @click.option("--loss-scale", metavar="S", help="auto, dynamic, off or a number.")
 @click.option("--backend", metavar="B", help="eager or inductor.")
-@click.option("--placement", metavar="P", help=", ".join(PLACEMENTS) + ".")
-@click.option("--do-no-harm", metavar="0|1", help="0: convert even without a gain.")
 @click.option("--hot", metavar="0|1", help="0: capture models at their first call.")
 @click.option("--strict", is_flag=True, help="Raise instead of falling back to fp32.")
 @click.option("--heal", is_flag=True, help="Keep ops that go on overflowing in fp32.")
@@ -67,7 +66,9 @@ def run(
     heal: bool,
     script: str,
     arguments: tuple[str, ...],
-    **given: str | None,
+    *,
+    convert_anyway: bool,
+    **given: Any,
 ) -> None:
     """Runs SCRIPT as `python SCRIPT ARGUMENTS...`, in mixed precision.
 
@@ -78,16 +79,21 @@ def run(
     from autoamp.auto import environment
     from autoamp.errors import AutoampError
 
+    for name in LISTS:
+        given[name] = ",".join(given[name] or ())
+    for name in CATEGORIES:
+        given[f"{name}list_add"] = given.pop(name)
     changed = {
         f"AUTOAMP_{name.upper()}": value for name, value in given.items() if value
     }
-    switches = {"AUTOAMP_STRICT": strict, "AUTOAMP_HEAL": heal}
-    changed |= {name: "1" for name, on in switches.items() if on}
+    switches = {"STRICT": (strict, "1"), "HEAL": (heal, "1")}
+    switches["DO_NO_HARM"] = convert_anyway, "0"
+    changed |= {f"AUTOAMP_{name}": to for name, (on, to) in switches.items() if on}
     environ = {**os.environ, **_LAUNCHED, **changed}
     try:
         environment.read(environ)
     except AutoampError as error:
-        raise click.ClickException(str(error)) from None
+        raise Problem(str(error)) from None
     # SCRIPT runs in a new process, so that Python sets `__main__`, argv and sys.path.
     command = [sys.executable, *(["-m"] if as_module else []), script, *arguments]
     if os.name == "nt":  # exec on Windows returns before SCRIPT ends

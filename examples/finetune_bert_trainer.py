@@ -2,7 +2,7 @@
 
     python examples/finetune_bert_trainer.py                # fp32
     autoamp run examples/finetune_bert_trainer.py           # mixed, where that can pay
-    autoamp run --precision bf16 --do-no-harm 0 examples/finetune_bert_trainer.py
+    autoamp run --precision bf16 --convert-anyway examples/finetune_bert_trainer.py
 
 `AUTOAMP_ENABLE=1 python ...` does the same as `autoamp run ...`.
 

@@ -152,6 +152,10 @@ def _rules(value: str, *_: Any) -> dict[str, Any]:
     return {"rules": value}
 
 
+def _keep(value: str, *_: Any) -> dict[str, Any]:
+    return {"keep": _names(value)}
+
+
 def _lock(value: str, *_: Any) -> dict[str, Any]:
     return {"lock": value}
 
@@ -282,6 +286,7 @@ _VARIABLES: dict[str, _Parse] = {
     _RULES: _rules,
     **{_variable(c, "REMOVE"): _remove(c) for c in _LISTS},
     **{_variable(c, "ADD"): _add(c) for c in _LISTS},
+    "AUTOAMP_KEEP": _keep,
     "AUTOAMP_LOSS_SCALE": _loss_scale,
     "AUTOAMP_BACKEND": _word("backend", BACKENDS),
     "AUTOAMP_PLACEMENT": _word("placement", PLACEMENTS),

@@ -19,6 +19,7 @@ from autoamp.dtypes import short_name
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.messages import class_name, printable_line, told
 from autoamp.passes.check.saved import saved_bytes
+from autoamp.passes.decide.devices import available
 from autoamp.passes.decide.devices import device_of as figures_of_device
 from autoamp.passes.speeds.clock import device_name, finish, surely_less
 from autoamp.report.reporting import report_on
@@ -40,6 +41,7 @@ from autoamp.tools.bench_step import (
 )
 from autoamp.tools.bench_ways import KINDS, Way, arrived, device_of, ways_for
 from autoamp.tools.count import CountingMode, TrafficMode
+from autoamp.tools.named import given
 
 _ROOM = 0.9
 """The share of the available memory that all ways together may fill."""
@@ -97,16 +99,15 @@ def bench_model(
         AutoampError: the model, its arguments or an option cannot be used.
         BenchInterrupted: by Ctrl-C; holds the measurements so far.
     """
-    if not isinstance(model, nn.Module):
+    if isinstance(model, str):
+        how = {"trains": not (infer or generate), "room": generate, "data": True}
+        made = given("bench", model, args, kwargs, **how)
+        model, args, kwargs = made.model, made.args, made.kwargs
+        data = made.data if data is None else data
+    elif not isinstance(model, nn.Module):
         model, args, kwargs, data = _made_by(model, args, kwargs, data)
     model = checked_model(model)
-    least = {"generate": 0, "rounds": 1, "seconds": 0, "steps": 1}
-    given = {"generate": generate, "rounds": rounds, "seconds": seconds, "steps": steps}
-    for name, value in given.items():
-        if value is not None and not value >= least[name]:
-            raise OptionError(
-                f"{name}={value} is too small: give at least {least[name]}"
-            )
+    _refuse_small(generate=generate, rounds=rounds, seconds=seconds, steps=steps)
     if (sweep or memory is not None) and data is not None:
         raise OptionError(
             "sweep= and memory= resize the arguments of a call, but batches of data= "
@@ -122,6 +123,15 @@ def bench_model(
     return _Measurement(
         model, found, task, rounds, seconds, steps, sweep, budget, grams_per_kwh
     ).run()
+
+
+def _refuse_small(**numbers: float | None) -> None:
+    least = {"generate": 0, "rounds": 1, "seconds": 0, "steps": 1}
+    for name, value in numbers.items():
+        if value is not None and not value >= least[name]:
+            raise OptionError(
+                f"{name}={value} is too small: give at least {least[name]}"
+            )
 
 
 def _made_by(
@@ -284,7 +294,7 @@ class _Measurement:
 
     def _fit_together(self, first: Running, resident: int) -> bool:
         """Whether all ways can be held at once, if they hold as much as the first."""
-        free, peak = meters.available(self.device), first.figures["peak"]
+        free, peak = available(self.device), first.figures["peak"]
         if free is None or peak is None:
             return True
         return bool(peak + resident * (len(self.running) - 1) <= free * _ROOM)
@@ -347,7 +357,7 @@ class _Measurement:
         """Looks for the largest batch of each way within the budget."""
         if self.memory is None:
             return
-        free = meters.available(self.device)
+        free = available(self.device)
         budget = self.memory if free is None else min(self.memory, int(free * _ROOM))
         if budget < self.memory:
             self.notes.append(

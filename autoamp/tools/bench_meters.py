@@ -67,20 +67,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(s in said for s in _OUT_OF_MEMORY)
 
 
-def available(device: torch.device) -> int | None:
-    """Bytes that can still be allocated; None where this is unknown."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        reserved = torch.cuda.memory_reserved(device)
-        return free + reserved - torch.cuda.memory_allocated(device)
-    table = Path("/proc/meminfo")
-    if device.type != "cpu" or not table.exists():
-        return None
-    lines = table.read_text(encoding="utf-8").splitlines()
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable")]
-    return int(found[0]) * 1024 if found else None
-
-
 def bytes_in(given: int | str) -> int:
     """The bytes of a number, or of a text such as "8GiB", "500 MB" or "2g".
 

@@ -253,7 +253,7 @@ class Running:
             if not trained:
                 raise OptionError(
                     f"{class_name(model)} has no weight to train; ask for inference "
-                    "(--infer, infer=True)"
+                    "(--inference, inference=True)"
                 )
             self._optimizer = task.make_optimizer(trained)
             if way.kind == "autocast" and needs_loss_scale(way.low):

@@ -55,6 +55,7 @@ from autoamp.runtime.examine import (
     on_the_models_device,
 )
 from autoamp.runtime.stand_in import Call, Heard, LossFn, StandIn, relative_error
+from autoamp.tools.named import given
 from autoamp.training.options import Options
 
 LISTED = 10
@@ -291,7 +292,8 @@ def compare_model(
         UnsupportedModelError: the model cannot be captured, or would not be converted.
         OptionError: `tolerance` is no positive number, or the loss is no scalar.
     """
-    model = checked_model(model)
+    made = given("compare", model, args, kwargs)
+    model, args, kwargs = checked_model(made.model), made.args, made.kwargs
     if tolerance is not None and not 0 < tolerance < math.inf:
         raise OptionError(f"tolerance={tolerance!r} is not a positive number")
     low, _ = required_precision(model, options)

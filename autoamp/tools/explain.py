@@ -19,6 +19,7 @@ from autoamp.report.reporting import report_of
 from autoamp.runtime.eligible import choose_precision, parameters_of
 from autoamp.runtime.examine import checked_model, examined, on_the_models_device
 from autoamp.runtime.kept import capture_now
+from autoamp.tools.named import given
 from autoamp.training.options import Options
 
 
@@ -40,7 +41,8 @@ def explain_model(
         UnsupportedModelError: `model` is not a module, or cannot be captured.
         OptionError: `device` is unknown.
     """
-    model = checked_model(model)
+    made = given("explain", model, args, kwargs, meta=True)
+    model, args, kwargs = checked_model(made.model), made.args, made.kwargs
     if device is None and any(p.is_meta for p in parameters_of(model)):
         device = "cuda" if torch.cuda.is_available() else "cpu"
     low, why_not = choose_precision(model, options, device)

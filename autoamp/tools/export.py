@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,6 +61,7 @@ from autoamp.tools.export_results import (
 )
 from autoamp.tools.export_targets import Target, target_of
 from autoamp.tools.find_overflow import Overflow, RecordedCall, Search
+from autoamp.tools.named import given
 from autoamp.training.options import Options
 from autoamp.training.recorder import Recorder
 from autoamp.training.remedy import EVERYTHING, Remedy
@@ -88,7 +90,9 @@ def export_model(
     if out is not None:
         runtime.check_packages()
         check_path(runtime, out)
-    model = checked_model(model)
+    made = given("export", model, call.args, call.kwargs, trains=False, caches=False)
+    model = checked_model(made.model)
+    call = replace(call, args=made.args, kwargs=made.kwargs)
     reason = unsupported(model)
     if reason is not None:
         raise UnsupportedModelError(reason)

@@ -22,6 +22,7 @@ from autoamp.runtime.eligible import parameters_of, required_precision
 from autoamp.runtime.examine import call_keywords, checked_model, options_for
 from autoamp.runtime.stand_in import Call
 from autoamp.tools.bench_step import batch_size, token_count
+from autoamp.tools.named import made_by, refuse_below_one
 from autoamp.tools.plan_mesh import (
     MESH_WAYS,
     Mesh,
@@ -30,7 +31,6 @@ from autoamp.tools.plan_mesh import (
     scaled,
     way_of,
 )
-from autoamp.tools.plan_named import named_model
 from autoamp.tools.plan_ranks import FEWEST, Maker, Rank, as_rank, rank_of
 from autoamp.tools.plan_result import MeshPlan, Plan, PlannedWay, Scale
 from autoamp.tools.plan_step import (
@@ -60,7 +60,7 @@ LEAST_BATCHES = 4
 class _PlanOptions(ConvertOptions, total=False):
     kwargs: Mapping[str, Any] | None
     device: str | None
-    batch: int
+    batch: int | None
     sequence: int | None
     inference: bool
     optimizer: OptimizerName | Make
@@ -89,7 +89,7 @@ def plan(
     *args: Any,
     kwargs: Mapping[str, Any] | None = None,
     device: str | None = None,
-    batch: int = 1,
+    batch: int | None = None,
     sequence: int | None = None,
     inference: bool = False,
     optimizer: OptimizerName | Make = "adamw",
@@ -109,13 +109,14 @@ def plan(
         model: a `torch.nn.Module`, which is not changed, or the name of one: a
             configuration of transformers with literal arguments, such as
             "transformers:LlamaConfig(num_hidden_layers=8)"; a type of model, such as
-            "transformers:gpt2"; or the path of a config.json of Hugging Face.
+            "transformers:gpt2"; the path of a config.json of Hugging Face; or that of a
+            function that returns (model, args), "pkg.module:f" or "file.py:f".
         *args, kwargs: the arguments of a call, where the model is a module.
         device: the device to plan for, as for `autoamp.explain` ("h100", "rtx4090"); by
             default the GPU of this machine, and "cuda:sm_80" where there is none.
-        batch: samples of a step of a named model.
-        sequence: tokens of a sample of a named model; by default as many as the model
-            takes, at most 1,024.
+        batch: samples of a step of a model of transformers; by default 1.
+        sequence: tokens of a sample of a model of transformers; by default as many as
+            the model takes, at most 1,024.
         inference: whether a step is a call in eval mode without gradients.
         optimizer: "adamw", "sgd" (with momentum), "none", or a function that makes an
             optimizer of a list of parameters.
@@ -149,17 +150,22 @@ def plan(
             raise OptionError(
                 "plan() makes the arguments of a named model itself; give none"
             )
-        make = partial(
-            named_model, model, batch=batch, sequence=sequence, trains=not inference
-        )
+        make = partial(_named, model, batch, sequence, not inference)
     else:
         make = partial(_given, checked_model(model), (args, named), mesh)
-    if batch < 1 or (sequence is not None and sequence < 1):
-        raise OptionError("batch and sequence must be numbers above 0")
+    refuse_below_one(batch=batch, sequence=sequence)
     asked = Asked(
         device, inference, optimizer, options, mesh, node, network, microbatches
     )
     return plan_of(make, asked)
+
+
+def _named(
+    name: str, batch: int | None, sequence: int | None, trains: bool
+) -> tuple[nn.Module, Call]:
+    with torch.device("meta"):  # a factory is called as if it had no data
+        made = made_by(name, batch=batch, sequence=sequence, trains=trains, meta=True)
+    return made.model, (made.args, made.kwargs)
 
 
 def _given(model: nn.Module, call: Call, mesh: str | None) -> tuple[nn.Module, Call]:

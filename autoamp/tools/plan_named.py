@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import inspect
 import json
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 
 from autoamp.errors import OptionError
-from autoamp.messages import class_name
+from autoamp.messages import bytes_text, class_name
+from autoamp.passes.decide.devices import available
 from autoamp.runtime.stand_in import Call
 from autoamp.tools.plan_step import said_by
 
@@ -38,19 +40,26 @@ def names_a_model(name: str) -> bool:
 
 
 def named_model(
-    name: str, *, batch: int = 1, sequence: int | None = None, trains: bool = True
+    name: str,
+    *,
+    batch: int = 1,
+    sequence: int | None = None,
+    trains: bool = True,
+    meta: bool = True,
+    room: int = 0,
 ) -> tuple[nn.Module, Call]:
-    """The model of a name, in fp32 on the meta device, and a call of it.
+    """The model of a name, in fp32, and a call of it.
+
+    Args:
+        meta: whether the model is on the meta device.  Otherwise its weights and its
+            inputs are random, the same at each call, and on the GPU if there is one.
+        room: tokens that are generated after those of the call.
 
     Raises:
-        OptionError: there is no such model, transformers is not installed, or the
-            inputs of the model cannot be made from its configuration.
+        OptionError: there is no such model, transformers is not installed, the inputs
+            of the model cannot be made from its configuration, or its weights do not
+            fit into memory.
     """
-    if not names_a_model(name):
-        raise OptionError(
-            f"{name!r} names no model: write transformers:LlamaConfig(...), "
-            "transformers:gpt2 or the path of a config.json"
-        )
     try:
         import transformers
     except ImportError:
@@ -64,17 +73,52 @@ def named_model(
     )
     kind = _class_for(transformers, config, name)
     config.dtype = torch.float32  # a config.json may name the dtype of a checkpoint
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def made(device: torch.device) -> nn.Module:
+        with device:
+            return kind(config).float().train(trains)  # type: ignore[no-any-return]
+
     try:
-        with torch.device("meta"):
-            model = kind(config)
-            kwargs = _call(model, config, name, batch, sequence, trains=trains)
+        model = made(torch.device("meta"))
+        call = _call(model, config, name, batch, sequence, room=room, trains=trains)
+        if meta:
+            return model, ((), call)
+        _refuse_too_large(model, name, here)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = made(here)
+            call = {key: _random(each, config) for key, each in call.items()}
     except OptionError:
         raise
     except Exception as error:
         raise OptionError(
             f"{name}: {kind.__name__} cannot be made: {said_by(error)}"
         ) from error
-    return model.float(), ((), kwargs)
+    return model, ((), {key: each.to(here) for key, each in call.items()})
+
+
+def _refuse_too_large(model: nn.Module, name: str, device: torch.device) -> None:
+    """Refuses a model whose weights alone do not fit into the memory that is free."""
+    needed = sum(each.numel() * each.itemsize for each in model.parameters())
+    free = available(device)
+    if free is not None and needed > free:
+        smaller = f"transformers:{class_name(model.config)}(num_hidden_layers=2)"
+        raise OptionError(
+            f"{name} has {bytes_text(needed)} of weights in fp32, and {device.type} "
+            f"has {bytes_text(free)} of free memory: name a smaller configuration, as "
+            f"{smaller}, or ask `autoamp plan`, which needs no weights"
+        )
+
+
+def _random(zeros: torch.Tensor, config: Any) -> torch.Tensor:
+    """Random numbers of the shape and kind of an input: tokens, labels or pixels."""
+    if zeros.is_floating_point():
+        return torch.randn(zeros.shape, dtype=torch.float32, device="cpu")
+    is_text = zeros.dim() > 1  # labels of images have one dimension
+    source = config.get_text_config() if is_text else config
+    count = getattr(source, "vocab_size" if is_text else "num_labels", 2)
+    return torch.randint(int(count), zeros.shape, dtype=torch.long, device="cpu")
 
 
 def _from_text(library: Any, text: str) -> Any:
@@ -83,15 +127,22 @@ def _from_text(library: Any, text: str) -> Any:
     if called.endswith("Config"):
         kind = getattr(library, called, None)
         if not _is_class(kind, library.PreTrainedConfig):
-            raise OptionError(f"transformers has no configuration {called}")
+            near = _nearest(called, [n for n in dir(library) if n.endswith("Config")])
+            raise OptionError(f"transformers has no configuration {called}{near}")
     elif called in library.CONFIG_MAPPING:
         kind = library.CONFIG_MAPPING[called]
     else:
         raise OptionError(
-            f"transformers has no type of model {called!r}: give one of its "
-            "configurations, such as LlamaConfig(), or a type such as gpt2"
+            f"transformers has no type of model {called!r}"
+            f"{_nearest(called, [*library.CONFIG_MAPPING])}; give a type such as gpt2, "
+            "or one of its configurations, such as LlamaConfig()"
         )
     return _made(kind, arguments, text)
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, 1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _is_class(kind: Any, base: type) -> bool:
@@ -173,13 +224,20 @@ def _call(
     batch: int,
     sequence: int | None,
     *,
+    room: int,
     trains: bool,
 ) -> dict[str, Any]:
     """The keyword arguments of a call; with labels if the head computes a loss."""
     main, side = model.main_input_name, getattr(config, "image_size", None)
     if main == "input_ids":
         longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-        length = sequence or min(longest or _LONGEST, _LONGEST)
+        most = (longest or _LONGEST + room) - room
+        if most < (sequence or 1):
+            raise OptionError(
+                f"{name} takes at most {longest} tokens, and {room} are generated: "
+                "give a shorter sequence, or generate fewer"
+            )
+        length = sequence or min(most, _LONGEST)
         ids = torch.zeros(batch, length, dtype=torch.long, device="cpu")
         call, labels = {"input_ids": ids}, torch.zeros_like(ids)
         if getattr(config, "is_encoder_decoder", False):

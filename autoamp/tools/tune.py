@@ -40,6 +40,7 @@ from autoamp.runtime.graph import autocast_for, fp32_results
 from autoamp.runtime.kept import capture_now, left_as_it_is
 from autoamp.runtime.record import Skipped
 from autoamp.runtime.stand_in import Call, LossFn, copied, default_loss, outcome_of
+from autoamp.tools.named import given
 from autoamp.training.options import Options
 from autoamp.training.weight_copies import before_write
 
@@ -232,7 +233,8 @@ def tune_model(
         OptionError: an option fixes the choice already, or the loss is no scalar.
     """
     begun = time.perf_counter()
-    model = checked_model(model)
+    made = given("tune", model, args, kwargs)
+    model, args, kwargs = checked_model(made.model), made.args, made.kwargs
     reason = unsupported(model)
     if reason is not None:
         raise UnsupportedModelError(reason)

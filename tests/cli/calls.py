@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 import autoamp_cli
 
-FORCED = "--precision bf16 --no-do-no-harm"
+FORCED = "--precision bf16 --convert-anyway"
 """Whatever may run in bf16 does."""
 
 

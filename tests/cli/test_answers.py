@@ -26,7 +26,7 @@ from tests.cli.calls import FORCED, call, timeless
 from tests.says import says
 from tests.small_models import BF16
 
-FP16 = "--precision fp16 --no-do-no-harm"
+FP16 = "--precision fp16 --convert-anyway"
 BENCH = "bench nets:{} --ways half --rounds 2 --steps 2"
 
 
@@ -50,7 +50,7 @@ def test_options_reach_explain(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         return real(model, *args, kwargs=given["kwargs"])
 
     monkeypatch.setattr(api, "explain", explain)
-    given = "--precision fp16 --rules torch-cuda --placement forced --no-do-no-harm"
+    given = "--precision fp16 --rules torch-cuda --placement forced --convert-anyway"
     assert call(f"explain nets:{name} {given} --device cuda:sm_90").exit_code == 0
     call(f"explain nets:{name}")
     options = {"precision": "fp16", "rules": "torch-cuda", "placement": "forced"}
@@ -67,9 +67,8 @@ def test_a_report_is_printed_and_written_as_the_library_makes_it(
 ) -> None:
     short, full = (call(f"explain nets:small {FORCED} {f}") for f in ("", "--full"))
     files = "--json a.json --dot a.dot"
-    silent = call(f"explain nets:small {FORCED} {files}")
-    beside = call(f"explain nets:small {FORCED} {files} --text")
-    assert (short.exit_code, silent.exit_code, silent.stdout) == (0, 0, "")
+    beside = call(f"explain nets:small {FORCED} {files}")
+    assert (short.exit_code, beside.exit_code) == (0, 0)
     report = explained()
     with on_command_line():  # which names the command's flags
         assert timeless(short.stdout) == timeless(f"{report}\n")
@@ -175,7 +174,7 @@ def test_bench_prints_its_table_and_writes_every_file(tmp_path: Path) -> None:
     says((tmp_path / "b.md").read_text(), "| fp32 |")
     assert (tmp_path / "b.svg").read_text().startswith("<svg")
     assert not [*tmp_path.glob("*.part")]
-    done = call(f"{BENCH.format('small')} --infer --json -")
+    done = call(f"{BENCH.format('small')} --inference --json -")
     assert json.loads(done.stdout)["work"] == "inference"
 
 
@@ -212,10 +211,9 @@ KEYWORD = re.compile(rf"\b({'|'.join(NAMES)})=(?![^\n]* in Python)")
 
 @pytest.mark.parametrize("by_variables", [False, True])
 def test_each_option_is_advised_as_the_commands_take_it(
-    by_variables: bool, tmp_path: Path
+    by_variables: bool,
 ) -> None:
     flags = {name for each in export.params for name in each.opts}
-    path = tmp_path / "mine.toml"
     for option in NAMES:
         value = ["aten::gelu"] if option in LISTS else False
         with on_command_line():
@@ -223,11 +221,7 @@ def test_each_option_is_advised_as_the_commands_take_it(
         assert set(re.findall(r"--[\w-]+", text)) <= flags, text
         assert ("--" in text) != ("in Python" in text), text
         if option in LISTS:
-            entry = text.removeprefix("--rules FILE with ").removesuffix(
-                " in that file"
-            )
-            path.write_text(f'{entry}\n[meta]\ndtype = "any"\ndescription = "x"\n')
-            autoamp.Rules.load(path)
+            assert text == f"--{option} aten::gelu"
 
 
 @pytest.mark.parametrize(

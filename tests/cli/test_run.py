@@ -14,6 +14,7 @@ import pytest
 
 from autoamp.auto import environment
 from autoamp_cli.run import run as run_command
+from autoamp_cli.words import CATEGORIES
 from tests.cli import calls
 from tests.cli.calls import call
 from tests.says import says
@@ -70,7 +71,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 @pytest.mark.usefixtures("nothing_asked_for")
 def test_precision_and_signals(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TRAINS)
-    options = ("--precision", "bf16", "--do-no-harm", "0")
+    options = ("--precision", "bf16", "--convert-anyway")
     done = process(*AUTOAMP, "run", *options, "script.py", cwd=tmp_path)
     assert done.returncode == -signal.SIGTERM
     (line,) = done.stderr.splitlines()
@@ -112,16 +113,16 @@ def test_options_before_the_script_are_ours(
     given = {
         "precision": "bf16",
         "rules": "tensorflow",
-        "allowlist-add": "exp,log",
+        "allow": "exp,log",
+        "keep": "head,body.*",
         "inferlist-remove": "tanh",
         "loss-scale": "128",
-        "do-no-harm": "0",
         "report-dir": str(tmp_path),
         "unfused": "gelu,silu",
     }
     options = " ".join(f"--{name} {value}" for name, value in given.items())
     theirs = "--precision x --strict -- --no-such -m -"
-    call(f"run --no-fuse {options} --strict script.py {theirs}")
+    call(f"run --no-fuse {options} --convert-anyway --strict script.py {theirs}")
     ((command, environ),) = launched
     assert command == ["script.py", *theirs.split()]
     assert asked(environ) == {
@@ -129,6 +130,8 @@ def test_options_before_the_script_are_ours(
         "AUTOAMP_BACKEND": "eager",
         "AUTOAMP_STRICT": "1",
         "AUTOAMP_FUSE": "0",
+        "AUTOAMP_DO_NO_HARM": "0",
+        "AUTOAMP_ALLOWLIST_ADD": given.pop("allow"),
         **{f"AUTOAMP_{n.upper().replace('-', '_')}": v for n, v in given.items()},
     }
 
@@ -159,6 +162,9 @@ def test_what_is_launched(
 
 def test_every_variable_has_its_option() -> None:
     names = {"AUTOAMP_" + p.name.upper() for p in run_command.params if p.name}
+    lists = {f"AUTOAMP_{each.upper()}" for each in CATEGORIES}
+    names = (names - lists) | {f"{each}LIST_ADD" for each in lists}
+    names = (names - {"AUTOAMP_CONVERT_ANYWAY"}) | {"AUTOAMP_DO_NO_HARM"}
     names -= {"AUTOAMP_SCRIPT", "AUTOAMP_ARGUMENTS", "AUTOAMP_AS_MODULE"}
     assert names == {*environment._VARIABLES, environment.REPORT_DIR, environment.HOT}
 

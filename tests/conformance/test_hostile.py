@@ -97,9 +97,11 @@ def call(*arguments: str, **environ: str) -> Any:
 
 
 options = st.sampled_from(
-    ["--precision", "--rules", "--loss-scale", "--backend", "--do-no-harm"]
-    + [f"--{c}list-{v}" for c in ("allow", "deny") for v in ("add", "remove")]
-    + ["--strict", "-m", "--", "-", "--nothing", "--report-dir=/proc/x"]
+    [
+        *("--precision", "--rules", "--loss-scale", "--backend", "--allow", "--deny"),
+        *("--keep", "--convert-anyway", "--allowlist-remove", "--denylist-remove"),
+        *("--strict", "-m", "--", "-", "--nothing", "--report-dir=/proc/x"),
+    ]
 )
 
 

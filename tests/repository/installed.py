@@ -160,7 +160,7 @@ def the_environment_switches_autoamp_on() -> None:
 
 
 def a_script_is_run() -> None:
-    options = ("--precision", "bf16", "--do-no-harm", "0", "--hot", "0")
+    options = ("--precision", "bf16", "--convert-anyway", "--hot", "0")
     has(command("run", *options, "script.py"), "True")
 
 

@@ -203,7 +203,7 @@ def test_three_lines_and_one_save_the_published_memory() -> None:
 @pytest.mark.slow
 def test_bert_learns_in_mixed_precision_without_knowing() -> None:
     script = SCRIPT.with_name("finetune_bert_trainer.py")
-    options = ["--precision", "bf16", "--do-no-harm", "0", str(script)]
+    options = ["--precision", "bf16", "--convert-anyway", str(script)]
     done = run_python("-m", "autoamp", "run", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "BertForSequenceClassification is converted to bf16" in done.stderr

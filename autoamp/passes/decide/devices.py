@@ -402,6 +402,20 @@ def memory_of(name: str) -> int | None:
     return None if size is None else int(size * 10**9)
 
 
+def available(device: torch.device) -> int | None:
+    """Bytes that can still be allocated; None where this is unknown."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)
+        return free + reserved - torch.cuda.memory_allocated(device)
+    table = Path("/proc/meminfo")
+    if device.type != "cpu" or not table.exists():
+        return None
+    lines = table.read_text(encoding="utf-8").splitlines()
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable")]
+    return int(found[0]) * 1024 if found else None
+
+
 def device_of(device: torch.device, low: torch.dtype) -> Device:
     """The roofline for `device`, of this machine, computing in `low`."""
     model_here = kind_of(device).model_here

@@ -246,7 +246,6 @@ def test_a_config_file_and_a_type_of_model(tmp_path: Path) -> None:
         ("transformers:GPT2Config(n_embd=7, n_head=2)", "cannot be made"),
         ("transformers:Wav2Vec2Config()", "MODULE:FACTORY"),
         ("absent/config.json", "cannot be read"),
-        ("gpt2", "names no model"),
     ],
 )
 def test_a_wrong_name_is_told(name: str, problem: str) -> None:

@@ -1,0 +1,94 @@
+"""What all commands share: -h, descriptions in full, and an end by Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import click
+
+INTERRUPTED = 130
+"""The exit status of a command that Ctrl-C ended: 128 and the signal's number."""
+
+
+class Command(click.Command):
+    """A command whose --json takes a file, or nothing."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Takes a word after --json for the argument of the command that else lacks."""
+        given = [*args]
+        try:
+            return super().parse_args(ctx, args)
+        except click.MissingParameter:
+            if "--json" not in given:
+                raise
+            ctx.params.clear()
+            again = ["--json=-" if word == "--json" else word for word in given]
+            return super().parse_args(ctx, again)
+
+
+class Commands(click.Group):
+    """A group that lists its commands with their whole first sentence."""
+
+    def format_commands(
+        self,
+        ctx: click.Context,  # noqa: ARG002 (click's signature)
+        formatter: click.HelpFormatter,
+    ) -> None:
+        """Writes each command beside its description, which click itself would cut."""
+        whole = 10**6
+        rows = [
+            (name, each.get_short_help_str(whole))
+            for name, each in sorted(self.commands.items())
+            if not each.hidden
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs a command; Ctrl-C ends it with one line and status 130."""
+        if ctx.parent is not None:
+            return super().invoke(ctx)
+        with _ended_by_ctrl_c():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """Makes an exit with status 130 of any error after Ctrl-C.
+
+    An import that Ctrl-C meets may raise an error of its own in the place of
+    `KeyboardInterrupt`, and click would give both status 1.
+    """
+    seen = threading.Event()
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: Any) -> None:
+        seen.set()
+        signal.default_int_handler(number, frame)
+
+    listens = before is signal.default_int_handler and (
+        threading.current_thread() is threading.main_thread()
+    )
+    if listens:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    except BaseException as error:
+        if not seen.is_set() and not isinstance(error, KeyboardInterrupt):
+            raise
+        told = isinstance(error, SystemExit) and error.code == INTERRUPTED
+        if not told:
+            click.echo("Interrupted.", err=True)
+        raise SystemExit(INTERRUPTED) from None
+    finally:
+        if listens:
+            signal.signal(signal.SIGINT, before)
+
+
+command = partial(click.command, cls=Command)
+"""The decorator of every command."""
