@@ -16,13 +16,15 @@ from autoamp.tools.count import count_ops
 from .models import Workload, workloads
 from .report import Data, Table, markdown, option, page, said
 from .setting import Setting
+from .step_times import ways_of
 from .timing import interleaved, ratios, seconds
-from .ways import INDUCTOR, Prepared, Step, prepared, step_of
+from .ways import CHANNELS_LAST, INDUCTOR, Prepared, Step, prepared, step_of
 
 BASELINE = "fp32"
 PEERS = {
     BASELINE: "fp32",
     "autocast": "autocast",
+    "autocast, channels last": f"autocast{CHANNELS_LAST}",
     "compile": f"fp32{INDUCTOR}",
     "compile + autocast": f"autocast{INDUCTOR}",
     "model.bfloat16()": "bfloat16",
@@ -85,7 +87,10 @@ def run(workload: Workload, peers: Sequence[str], rounds: int, device: str) -> D
     torch._dynamo.reset()
     found: Data = {}
     alive: dict[str, Step] = {}
+    model = workload.case.name.removesuffix("_b")
     for peer in peers:
+        if not ways_of(model, [PEERS[peer]]):
+            continue
         try:
             way = PEERS[peer]
             made, step = ready(workload, way, Setting(device))
@@ -125,7 +130,7 @@ def rows(title: str, found: Data) -> list[list[str]]:
 
 def measure(given: argparse.Namespace) -> Data:
     """The figures of the workloads and peers that are asked for."""
-    names = [n.strip() for n in given.peers.split(",") if n.strip()]
+    names = [n.strip() for n in given.peers.split(";") if n.strip()]
     if unknown := sorted(set(names) - set(PEERS)):
         raise SystemExit(f"unknown peers {unknown}; there are {[*PEERS]}")
     peers = [p for p in PEERS if not names or p in (BASELINE, *names)]
@@ -173,7 +178,7 @@ TABLE = Table(
         option("--device", "cpu", choices=("cpu", "cuda")),
         option("--rounds", None, "timed rounds (7 quick, else 15)", type=int),
         option("--only", "", "workloads whose name holds this"),
-        option("--peers", "", "comma-separated (all)"),
+        option("--peers", "", "separated by semicolons (all)"),
     ),
     stem=lambda given: given.device + "-quick" * given.quick,
     good=good,

@@ -328,11 +328,16 @@ def machine() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Shows the four parts; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each")
-    parser.add_argument("--width", type=int, default=256, help="of the small GPT")
-    parser.add_argument("--layers", type=int, default=4, help="of the small GPT")
-    parser.add_argument("--batch", type=int, default=8, help="texts of 256 tokens")
+    for name, default, told in [
+        ("--rounds", 15, "timed steps of each"),
+        ("--width", 256, "of the small GPT, a multiple of its 4 heads"),
+        ("--layers", 4, "of the small GPT"),
+        ("--batch", 8, "texts of 256 tokens"),
+    ]:
+        parser.add_argument(name, type=int, default=default, help=told)
     options = parser.parse_args(argv)
+    if min(vars(options).values()) < 1 or options.width % 4:
+        parser.error("every number is 1 or more, and the width a multiple of 4")
     console = Console(highlight=False)
     console.print(f"[bold]autoamp beside torch.autocast[/] on {machine()}\n")
 

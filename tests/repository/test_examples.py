@@ -74,6 +74,14 @@ def test_the_demo_shows_times_only_where_they_mean_something(
     assert "casts in a step" in said
 
 
+@pytest.mark.parametrize("wrong", [["--rounds", "0"], ["--width", "6"]])
+def test_the_demo_refuses_sizes_that_mean_nothing(wrong, capsys) -> None:
+    with pytest.raises(SystemExit) as raised:
+        demo.main(wrong)
+    assert raised.value.code == 2
+    assert "multiple of 4" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "wrong"),

@@ -192,6 +192,13 @@ def test_rounds_have_every_step_and_ratios_are_taken_in_each_round() -> None:
     assert ratios(taken, "base") == {"base": 1.0, "x": 2.0}
 
 
+def test_only_models_with_convolutions_have_a_peer_channels_last() -> None:
+    peers = ["fp32", "autocast, channels last"]
+    assert [*harness.run(MLP, peers, 1, "cpu")] == ["fp32"]
+    (images,) = (w for w in QUICK if w.name.startswith("resnet50"))
+    assert [*harness.run(images, peers, 1, "cpu")] == peers
+
+
 def test_a_failing_peer_is_told_and_the_others_go_on(monkeypatch) -> None:
     def fail(case: object, way: str, *_: Any) -> Any:
         if way == "autocast":
