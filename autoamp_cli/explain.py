@@ -72,8 +72,11 @@ def explain(
         return
     with asking(name, "explaining"):
         from autoamp import api
+        from autoamp.passes.decide.devices import full_name
         from autoamp.tools.named import made_by
 
+        if device is not None:
+            full_name(device)  # refused before a model is made, which may take long
         made = made_by(name, meta=True, **sizes)
         report = api.explain(
             made.model, *made.args, kwargs=made.kwargs, device=device, **options

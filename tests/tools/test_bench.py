@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import autoamp
+from autoamp.tools import bench_measure
 from autoamp.tools import bench_meters as meters
 from benchmarks.bytes_step import count_step
 from tests.models import BY_NAME
@@ -126,7 +127,7 @@ def test_a_sweep_measures_every_batch() -> None:
 
 
 def test_ways_that_do_not_fit_together_are_timed_apart(monkeypatch) -> None:
-    monkeypatch.setattr(meters, "available", lambda device: 1)
+    monkeypatch.setattr(bench_measure, "available", lambda device: 1)
     found = autoamp.bench(layers(), X, ways=["autocast", "half"], **QUICK)
     assert not found.interleaved
     assert [len(row.times) for row in found.rows] == [2, 2, 2]

@@ -377,7 +377,9 @@ def named_device(name: str, low: torch.dtype) -> Device:
         here = torch.device(full)
         if (here.index or 0) < torch.get_device_module(kind).device_count():
             return device_of(here, low)
-    absent = f"this machine has no {'GPU' if kind == 'cuda' else 'device'} of that name"
+    absent = "this machine has no such device"
+    if kind == "cuda" and not is_here(kind):
+        absent = "this machine has no GPU"
     raise OptionError(
         f"device={name!r}: {absent}; figures are known for {', '.join(known_devices())}"
     )
