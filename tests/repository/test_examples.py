@@ -54,7 +54,7 @@ def test_the_demo_holds_and_fits_a_screen() -> None:
     said = done.stdout
     for wanted in ("fp32", "autocast", "autoamp", "kept for backward", "error"):
         assert wanted in said
-    assert "truth 1000" in said
+    assert "truth 1000; autocast, on CPUs, 256; autoamp 1000" in said
     assert "autoamp run train.py" in said
     lines = said.splitlines()
     assert len(lines) <= 32
@@ -72,6 +72,16 @@ def test_the_demo_shows_times_only_where_they_mean_something(
     assert ("time of a step" in said) is pays
     assert ("mean nothing" in said) is not pays
     assert "casts in a step" in said
+
+
+def test_the_sum_that_autocast_loses_is_the_same_whatever_the_threads() -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert [demo.bias_gradient(way) for way in demo.WAYS] == [1000, 256, 1000]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("wrong", [["--rounds", "0"], ["--width", "6"]])
