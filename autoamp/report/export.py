@@ -88,6 +88,7 @@ def to_json(report: Document) -> str:
         "runs": report.runs,
         "unwatched": report.unwatched,
         "loss_scale": asdict(scale) if scale else None,
+        "updates": [asdict(each) for each in report.updates],
         "coverage": coverage.counts_and_shares() if coverage else None,
         "cost": part("cost", lambda: report.cost),
         "optimal_cost": part("optimal_cost", lambda: report.optimal_cost),

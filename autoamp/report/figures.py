@@ -44,6 +44,7 @@ from autoamp.passes.rules import family
 from autoamp.passes.see.facts import NodeFacts
 from autoamp.report.casts import CastCounts, cast_counts
 from autoamp.report.frontier import Frontier
+from autoamp.training.meter import UpdateShare
 
 SECONDS = UNIT_NS * 1e-9
 """A unit of prices in seconds."""
@@ -782,6 +783,7 @@ class Document:
     coverage: Coverage | None = None
     ranges: Mapping[str, Range] = field(default_factory=dict)
     explained_for: str = ""
+    updates: Sequence[UpdateShare] = ()
 
     @cached_property
     def sections(self) -> tuple[Section, ...]:

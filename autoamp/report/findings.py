@@ -35,6 +35,24 @@ from autoamp.report.figures import (
     WeightRow,
 )
 from autoamp.report.why import remedy_for
+from autoamp.training.meter import UpdateShare
+
+# -- updates of half-precision weights -------------------------------------------------
+
+_KINDS = {"norm": "norm weight", "bias": "bias vector", "embedding": "embedding"}
+
+_ARRIVES = 0.9
+"""Advice is given where a smaller share of the updates arrives."""
+
+
+def update_text(found: UpdateShare) -> str:
+    """A sentence on the updates of one kind of weights."""
+    weights = counted(found.weights, _KINDS.get(found.kind, "other weight"))
+    lost = f"{max(0.0, 1 - found.share):.0%} of the updates of {weights}"
+    if found.masters:
+        return f"{found.dtype} would round away {lost}; fp32 masters keep them."
+    return f"{found.dtype} rounds away {lost}."
+
 
 # -- what runs low, and the gain -------------------------------------------------------
 
@@ -276,6 +294,8 @@ WORTH = 0.05
 def advice_of(report: Document) -> tuple[str, ...]:
     """At most `MOST` sentences; where nothing would help, one sentence that says so."""
     if report.compute_dtype is None:
+        if lost := tuple(_updates(report.updates)):
+            return lost
         if any(CANNOT_PAY in why for _, why in report.skipped):
             ask = 'autoamp.explain(model, x, device="cuda:sm_80")'
             return (f"Nothing on this device. For a GPU: {ask}.",)
@@ -288,6 +308,7 @@ def advice_of(report: Document) -> tuple[str, ...]:
 
 def _found(report: Document) -> Iterator[str]:
     yield from _overflows(report.loss_scale)
+    yield from _updates(report.updates)
     if report.headline.low_ops and not report.headline.pays:
         yield (
             f"Leave out {advice('do_no_harm', False, by_variables=False)}: the model "
@@ -308,6 +329,16 @@ def _overflows(state: LossScaleReport | None) -> Iterator[str]:
             "The last step was skipped, because a gradient overflowed. If steps are "
             "skipped again and again, autoamp.find_overflow(model, x) names the op and "
             "the option that helps."
+        )
+
+
+def _updates(shares: Sequence[UpdateShare]) -> Iterator[str]:
+    lost = [each for each in shares if not each.masters and each.share < _ARRIVES]
+    if lost:
+        worst = update_text(min(lost, key=lambda each: each.share))
+        yield (
+            f"{worst} fp32 masters keep them, at 2 bytes a weight: "
+            "autoamp.convert(model, optimizer), or AUTOAMP_MASTERS=split."
         )
 
 

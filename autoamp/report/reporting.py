@@ -12,7 +12,11 @@ from autoamp.report.figures import LossScaleReport, Range, coverage_of, ranges_o
 from autoamp.report.report import Report
 from autoamp.runtime.conversion import conversion_of
 from autoamp.runtime.record import Record
+from autoamp.training.meter import shares_of
 from autoamp.training.scaling import ModelScaling
+
+_PLAIN = ("the model", "autoamp.convert was not called on it")
+"""The reason in the report of a model whose updates alone are measured."""
 
 
 def report_of(
@@ -42,18 +46,25 @@ def report_of(
         coverage=coverage_of(calls, runs, skipped),
         ranges=ranges,
         explained_for=explained_for,
+        updates=() if model is None else shares_of(model),
     )
 
 
 def report_on(model: nn.Module) -> Report | None:
-    """The report on a model; None if `convert` was never called on it."""
-    state = conversion_of(model)
-    if state is None:
+    """The report on a model.
+
+    None if `convert` was never called on it, and no updates of its weights were
+    measured.
+    """
+    state, updates = conversion_of(model), shares_of(model)
+    if state is None and not updates:
         return None
+    if state is None:
+        return Report(class_name(model), (), (), [_PLAIN], updates=updates)
     if state.engine is not None:
         return report_of(state.engine.record, model)
     skipped = [(s.what, s.why) for s in state.skipped]
-    return Report(class_name(model), (), (), skipped)
+    return Report(class_name(model), (), (), skipped, updates=updates)
 
 
 def loss_scale_of(scaling: ModelScaling) -> LossScaleReport | None:

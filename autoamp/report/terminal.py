@@ -49,6 +49,7 @@ from autoamp.report.findings import (
     gains_of,
     kernels_text,
     runs_low,
+    update_text,
 )
 from autoamp.training.scale import NoLossScale
 
@@ -193,6 +194,7 @@ def _so_far(report: Document) -> Iterator[str]:
         yield _covered(report.coverage)
     if report.loss_scale is not None:
         yield _loss_scaling(report.loss_scale)
+    yield from map(update_text, report.updates)
 
 
 def _covered(shares: Coverage) -> str:

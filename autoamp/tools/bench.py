@@ -9,6 +9,7 @@ from html import escape
 from typing import Any
 
 from autoamp.messages import bytes_text, seconds_text
+from autoamp.report.findings import update_text
 from autoamp.tools.bench_answer import Answer, Evidence, Row, answer
 from autoamp.tools.results import Line, Result, Table
 
@@ -119,6 +120,8 @@ class Bench(Result):
             step = max((len(row.losses) for row in self.rows), default=0)
             equal = "from equal weights and data"
             yield f"Loss: {self.loss_from}, at step {step}, {equal}."
+        for row in self.rows:
+            yield from (f"{row.way}: {update_text(each)}" for each in row.updates[:1])
         if any(row.peak is not None for row in self.rows):
             yield f"Peak memory: {self.memory_how}."
         yield f"Energy: {self.energy_how}."

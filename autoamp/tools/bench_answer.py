@@ -11,6 +11,7 @@ from autoamp.passes.rows import OpRow
 from autoamp.passes.speeds.clock import surely_less
 from autoamp.report.findings import is_users_choice
 from autoamp.report.report import Report
+from autoamp.training.meter import UpdateShare
 
 MOST = 0.5
 """A cause is named if it takes this share of a step, or more."""
@@ -48,6 +49,7 @@ class Row:
         flops: flops of matrix products, convolutions and attention.
         low_flops: the part of `flops` in fp16 or bf16.
         losses: the loss of each of the first steps.
+        updates: the shares of the optimizer's updates that half weights made in these.
         growth: the time of a step of twice the batch over that of this batch; measured
             only for fp32 and autoamp, if autoamp gains little.
         joules: energy of a step.
@@ -77,6 +79,7 @@ class Row:
     flops: int | None = None
     low_flops: int | None = None
     losses: tuple[float, ...] = ()
+    updates: tuple[UpdateShare, ...] = ()
     growth: float | None = None
     joules: float | None = None
     energy_from: str = ""

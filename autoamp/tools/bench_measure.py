@@ -42,6 +42,7 @@ from autoamp.tools.bench_step import (
 from autoamp.tools.bench_ways import KINDS, Way, arrived, device_of, ways_for
 from autoamp.tools.count import CountingMode, TrafficMode
 from autoamp.tools.named import given
+from autoamp.training.meter import shares_of
 
 _ROOM = 0.9
 """The share of the available memory that all ways together may fill."""
@@ -466,13 +467,14 @@ def _figures_of(running: Running, held: meters.Held, steps: int) -> dict[str, An
     running.rewind()
     losses = []
     first_call = 0.0
-    for _ in range(max(steps, _WARM_UP)):
-        batch = running.batch()
-        start = time.perf_counter()
-        losses.append(running.step(batch))
-        finish(running.device)
-        first_call = first_call or time.perf_counter() - start
-        del batch
+    with running.updates_measured() as meter:
+        for _ in range(max(steps, _WARM_UP)):
+            batch = running.batch()
+            start = time.perf_counter()
+            losses.append(running.step(batch))
+            finish(running.device)
+            first_call = first_call or time.perf_counter() - start
+            del batch
     kept = [loss.item() for loss in losses[:steps] if loss is not None]
     del losses
     found = {
@@ -480,6 +482,7 @@ def _figures_of(running: Running, held: meters.Held, steps: int) -> dict[str, An
         "losses": tuple(kept),
         "peak": held.peak(running.step),
         "saved": None,
+        "updates": tuple(shares_of(running.model, [meter])) if meter else (),
         **dict.fromkeys(("moved", "casts", "flops", "low_flops")),
     }
     weights = running.model.parameters()

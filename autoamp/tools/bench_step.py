@@ -21,7 +21,7 @@ from autoamp.dtypes import needs_loss_scale
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.messages import class_name, printable_line
 from autoamp.passes.speeds.clock import finish
-from autoamp.runtime.convert import convert_model, revert_model
+from autoamp.runtime.convert import convert_for_training, convert_model, revert_model
 from autoamp.runtime.stand_in import (
     Call,
     LossFn,
@@ -32,6 +32,8 @@ from autoamp.runtime.stand_in import (
 )
 from autoamp.tools.bench_ways import Way, device_of
 from autoamp.tools.tune import tune_model
+from autoamp.training.masters import has_half
+from autoamp.training.meter import UpdateMeter
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -256,6 +258,8 @@ class Running:
                     "(--inference, inference=True)"
                 )
             self._optimizer = task.make_optimizer(trained)
+            if way.kind == "autoamp" and way.arrived:  # whose weights have masters
+                convert_for_training(self.model, way.options, [self._optimizer], None)
             if way.kind == "autocast" and needs_loss_scale(way.low):
                 self._scaler = torch.amp.GradScaler(self.device.type)
         self.ready = True
@@ -336,6 +340,18 @@ class Running:
         with _tf32(self.way.kind, self.device):
             (loss if self._scaler is None else self._scaler.scale(loss)).backward()
         return loss.detach()
+
+    @contextlib.contextmanager
+    def updates_measured(self) -> Iterator[UpdateMeter | None]:
+        """Looks at the updates of half weights in each step; None where none trains."""
+        if self._optimizer is None or not has_half(self.model.parameters()):
+            yield None
+            return
+        meter = UpdateMeter(self._optimizer, at_most=math.inf)
+        try:
+            yield meter
+        finally:
+            meter.remove()
 
     def forget(self) -> None:
         """Drops the gradients."""

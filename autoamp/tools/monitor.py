@@ -8,11 +8,15 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from autoamp import compat
 from autoamp.errors import OptionError
 from autoamp.messages import class_name
 from autoamp.report.figures import LossScaleReport
 from autoamp.report.reporting import loss_scale_of
 from autoamp.runtime.conversion import conversion_of
+from autoamp.training.boundary import innermost
+from autoamp.training.masters import has_half
+from autoamp.training.meter import meter_of, shares_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +45,12 @@ class Monitor:
       that is captured again and again;
 
     and a text `skipped`, the op that is blamed for each skipped step.  bf16 has no loss
-    scaling, so that only `captured_graphs` is written.
+    scaling, so that only `captured_graphs` is written.  For any model with weights in
+    half precision, converted or not, it writes for each kind of weights:
+
+    - `autoamp/updates/norm` and so on: the share of the optimizer's updates that
+      arrives; 1 where fp32 masters keep all of them;
+    - `autoamp/updates_in_half/norm`: the share that half weights alone could make.
 
     Args:
         writer: an object with `add_scalar(tag, value, step)`, such as a TensorBoard
@@ -92,7 +101,7 @@ class Monitor:
         self.writer, self.model, self.every = writer, model, every
         self._step = 0
         self._told: dict[str, tuple[str, ...]] = {}
-        self._warned = False
+        self._warned = self._metered = False
 
     def step(self, step: int | None = None) -> None:
         """Writes the state after a step; call it after the optimizer's step.
@@ -177,7 +186,7 @@ class Monitor:
     # -- writing -------------------------------------------------------------------
 
     def _write(self, model: nn.Module, writer: Writer, step: int) -> None:
-        found = False
+        found = self._write_updates(model, writer, step)
         for group, graphs, state in _converted_in(model):
             found = True
             writer.add_scalar(f"{group}/captured_graphs", graphs, step)
@@ -191,6 +200,23 @@ class Monitor:
                 f"no module of {class_name(model)} is converted; "
                 "call autoamp.convert(model)"
             )
+
+    def _write_updates(self, model: nn.Module, writer: Writer, step: int) -> bool:
+        """Writes the shares of updates that arrive; whether half weights train."""
+        if not has_half(model.parameters()):
+            return False
+        if not self._metered:
+            self._metered = True
+            held = set(map(id, model.parameters()))
+            for optimizer in compat.optimizers_and_scalers()[0]:
+                groups = getattr(optimizer, "param_groups", ())
+                if any(id(p) in held for group in groups for p in group["params"]):
+                    meter_of(innermost(optimizer))
+        for each in shares_of(model):
+            arrives = 1.0 if each.masters else each.share
+            writer.add_scalar(f"autoamp/updates/{each.kind}", arrives, step)
+            writer.add_scalar(f"autoamp/updates_in_half/{each.kind}", each.share, step)
+        return True
 
     def _tell(
         self, group: str, state: LossScaleReport, writer: Writer, step: int

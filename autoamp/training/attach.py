@@ -35,6 +35,7 @@ from autoamp.training.boundary import (
 )
 from autoamp.training.ledger import BACKWARDS, lower_where_nobody_steps
 from autoamp.training.masters import Masters, has_half
+from autoamp.training.meter import METERS, meter_of
 from autoamp.training.options import Options
 from autoamp.training.ranks import (
     have_shaken_hands,
@@ -157,6 +158,8 @@ def introduce(
         decline_masters(boundary)
     else:
         give_masters(boundary, model, options)
+    if has_half(boundary.params):
+        meter_of(boundary.optimizer)
     if scaling is None:
         guard_masters(boundary, model, options, class_name(model))
     else:
@@ -216,6 +219,7 @@ def take_on(optimizer: Optimizer) -> None:
         return
     if known is None:
         _met_by_masters.add(boundary)
+    meter_of(boundary.optimizer)
     _say_made(boundary.masters, options)
 
 
@@ -296,6 +300,8 @@ def detach(boundary: OptimizerBoundary) -> None:
     for hook in boundary.hooks:
         hook.remove()
     boundary.show_on_wrappers(False)
+    if optimizer in METERS:
+        METERS[optimizer].remove()
     _take_masters(boundary)
     # Code that has wrapped our `step` would put back a `step` that is gone; the
     # boundary stays, and passes steps on.

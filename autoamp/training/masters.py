@@ -22,7 +22,6 @@ import logging
 import sys
 import types
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -35,7 +34,7 @@ from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES, has_masters
 from autoamp.errors import CheckpointError
 from autoamp.messages import class_name
-from autoamp.training.separable import body_of
+from autoamp.training.separable import body_of, part_of
 from autoamp.training.split import Chunk, can_split, chunks_of, follow
 
 logger = logging.getLogger(__name__)
@@ -240,7 +239,7 @@ class Masters:
         compat.accumulate_in(param, param.dtype)
         state = self.optimizer.state.get(param)
         if state is not None:  # in the dtype of `Optimizer.load_state_dict`
-            self.optimizer.state[param] = _in_dtype(state, param.dtype)
+            self.optimizer.state[param] = in_dtype(state, param.dtype)
 
     # -- round a step --------------------------------------------------------------
 
@@ -343,15 +342,7 @@ class Masters:
         masters = dict(zip(chunk.params, chunk.wrapped(views), strict=True))
         given = _give(masters)
         state = self.optimizer.state
-        part = object.__new__(type(self.optimizer))
-        part.__dict__.update(self.optimizer.__dict__)
-        part.param_groups = [
-            {**group, "params": [masters[p] for p in group["params"] if p in masters]}
-            for group in self.optimizer.param_groups
-        ]
-        part.param_groups = [group for group in part.param_groups if group["params"]]
-        part.state = defaultdict(dict)
-        part.state.update({m: state[p] for p, m in masters.items() if p in state})
+        part = part_of(self.optimizer, masters, state)
         try:
             body(part)
         finally:
@@ -478,7 +469,7 @@ class Masters:
         if state is not None:
             # A checkpoint's master, which was rounded when there was no master here.
             state.pop(KEY_BESIDE, None)
-            self.optimizer.state[param] = _in_dtype(state, torch.float32)
+            self.optimizer.state[param] = in_dtype(state, torch.float32)
 
     def _say_half(self, why: str) -> None:
         if not self._said:
@@ -596,15 +587,15 @@ def _is_dense_float(value: Any) -> bool:
     )
 
 
-def _in_dtype(state: Any, dtype: torch.dtype, key: Any = None) -> Any:
+def in_dtype(state: Any, dtype: torch.dtype, key: Any = None) -> Any:
     """An optimizer's state for one parameter with its float tensors in `dtype`.
 
     The count of steps keeps its dtype, as in `Optimizer.load_state_dict`.
     """
     if isinstance(state, dict):
-        return {k: _in_dtype(v, dtype, k) for k, v in state.items()}
+        return {k: in_dtype(v, dtype, k) for k, v in state.items()}
     if isinstance(state, (list, tuple)):
-        return type(state)(_in_dtype(v, dtype) for v in state)
+        return type(state)(in_dtype(v, dtype) for v in state)
     if isinstance(state, torch.Tensor) and state.is_floating_point() and key != "step":
         return state.to(dtype)
     return state

@@ -16,7 +16,8 @@ import inspect
 import math
 import textwrap
 import types
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +36,9 @@ _TORCH: list[Any] = [
 ops, which do the same to each (a test records the ops of each class)."""
 
 _STEPS = [inspect.unwrap(each.step) for each in _TORCH]
+
+_OF_MATRICES = [inspect.unwrap(each.step) for each in (optim.Adafactor, optim.Muon)]
+"""Those that do not treat each element of a parameter by itself."""
 
 _PLAIN = {"closure", "len", "zip", "isinstance", "float", "int", "bool", "range"}
 """Functions that a step may call: none makes one value of several parameters."""
@@ -55,6 +59,36 @@ def body_of(optimizer: Optimizer) -> Callable[..., Any] | None:
         return None
     found: Callable[..., Any] = body
     return found
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is known to step each element of a parameter by itself."""
+    step: Any = inspect.unwrap(type(optimizer).step)
+    return step in _STEPS and step not in _OF_MATRICES
+
+
+def part_of(
+    optimizer: Optimizer,
+    instead: Mapping[torch.Tensor, torch.Tensor],
+    state: Mapping[torch.Tensor, Any],
+) -> Optimizer:
+    """An optimizer of the same class and settings for some of the parameters.
+
+    Args:
+        instead: the tensor that takes the place of each parameter.
+        state: the state of each parameter that has one.
+    """
+    part: Any = object.__new__(type(optimizer))
+    part.__dict__.update(optimizer.__dict__)
+    groups = [
+        {**group, "params": [instead[p] for p in group["params"] if p in instead]}
+        for group in optimizer.param_groups
+    ]
+    part.param_groups = [group for group in groups if group["params"]]
+    part.state = defaultdict(dict)
+    part.state.update({new: state[p] for p, new in instead.items() if p in state})
+    made: Optimizer = part
+    return made
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,0 +1,272 @@
+"""The meter of updates: which share of what an optimizer means half weights make."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+import autoamp
+from autoamp.training import meter
+from autoamp.training.meter import METERS, UpdateMeter, UpdateShare, shares_of
+from tests.says import says
+
+BF16, FP16 = torch.bfloat16, torch.float16
+RATE = 1e-4
+
+
+def net(dtype: torch.dtype = BF16) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Embedding(50, 32),
+        nn.Linear(32, 64),
+        nn.LayerNorm(64),
+        nn.Tanh(),
+        nn.Linear(64, 50),
+    ).to(dtype)
+
+
+def train(
+    model: nn.Module, optimizer: Any, steps: int = 12, scaler: Any = None
+) -> list[Tensor]:
+    """Trains, and gives the weights after each step."""
+    seen = []
+    for step in range(steps):
+        x = torch.randint(0, 50, (16,), generator=torch.Generator().manual_seed(step))
+        loss = nn.functional.cross_entropy(model(x).float(), x)
+        optimizer.zero_grad()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        seen.append(
+            torch.cat([p.detach().float().flatten() for p in model.parameters()])
+        )
+    return seen
+
+
+def each_step(optimizer: Any) -> UpdateMeter:
+    return UpdateMeter(optimizer, at_most=float("inf"))
+
+
+def by_kind(model: nn.Module) -> dict[str, UpdateShare]:
+    return {each.kind: each for each in shares_of(model)}
+
+
+def test_it_is_the_update_made_over_the_update_meant() -> None:
+    model = net()
+    rate = 1.0
+    optimizer = optim.SGD(model.parameters(), lr=rate)
+    each_step(optimizer)
+    made: dict[str, list[float]] = {}
+    for _ in range(6):
+        before = {n: p.detach().double() for n, p in model.named_parameters()}
+        train(model, optimizer, 1)
+        for name, param in model.named_parameters():
+            assert param.grad is not None
+            meant = -rate * param.grad.double()
+            moved = param.detach().double() - before[name]
+            sums = made.setdefault(name, [0.0, 0.0, 0.0])
+            if sums[2]:  # the first step is not looked at
+                sums[0] += (moved * meant).sum().item()
+                sums[1] += (meant * meant).sum().item()
+            sums[2] = 1.0
+    found = by_kind(model)
+    for kind, name in (("norm", "2.weight"), ("embedding", "0.weight")):
+        print(name, made[name])
+        wanted = made[name][0] / made[name][1]
+        assert found[kind].share == pytest.approx(wanted, rel=1e-4)
+        assert 0.02 < wanted < 0.98
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_each_kind_of_weights(dtype: torch.dtype) -> None:
+    model = net(dtype)
+    # In fp16 an eps of 1e-8 is 0.
+    optimizer = optim.AdamW(model.parameters(), lr=RATE, eps=1e-4)
+    each_step(optimizer)
+    train(model, optimizer)
+    found = by_kind(model)
+    counts = {kind: each.weights for kind, each in found.items()}
+    assert counts == {"norm": 1, "embedding": 1, "other": 2, "bias": 3}
+    assert not any(each.masters for each in found.values())
+    assert {each.dtype for each in found.values()} == {
+        "bf16" if dtype == BF16 else "fp16"
+    }
+    if dtype == BF16:  # the steps are of 1e-4 at most, and bf16 at 1 moves by 0.004
+        assert found["norm"].share < 0.01 < found["bias"].share
+
+
+@pytest.mark.parametrize("masters", ["split", "fp32"])
+def test_masters_keep_what_half_weights_would_lose(masters: Any) -> None:
+    plain = net()
+    of_plain = optim.AdamW(plain.parameters(), lr=RATE)
+    each_step(of_plain)
+    train(plain, of_plain)
+    model = net()
+    optimizer = optim.AdamW(model.parameters(), lr=RATE)
+    autoamp.convert(model, optimizer, masters=masters)
+    each_step(optimizer)
+    train(model, optimizer)
+    for kind, each in by_kind(model).items():
+        assert each.masters
+        assert each.share == pytest.approx(by_kind(plain)[kind].share, abs=0.15)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: optim.AdamW(p, lr=RATE, fused=True),
+        lambda p: optim.AdamW(p, lr=RATE, foreach=True),
+        lambda p: optim.SGD(p, lr=RATE, momentum=0.9),
+        lambda p: optim.Adafactor(p, lr=RATE),
+    ],
+)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_look_changes_nothing(make: Any, scaled: bool) -> None:
+    runs = []
+    for looks in (False, True):
+        model = net()
+        optimizer = make(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0) if scaled else None
+        if looks:
+            each_step(optimizer)
+        runs.append(train(model, optimizer, scaler=scaler))
+        if looks:
+            assert shares_of(model)
+        state = optimizer.state_dict()["state"]
+        runs.append([v for s in state.values() for v in s.values()])
+    for a, b in zip(runs[0] + runs[1], runs[2] + runs[3], strict=True):
+        assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+
+
+def test_weights_of_other_dtypes_and_other_optimizers_are_not_measured() -> None:
+    model = net(torch.float32)
+    optimizer = optim.AdamW(model.parameters())
+    each_step(optimizer)
+    train(model, optimizer, 4)
+    assert not shares_of(model)
+    half = net()
+    many = optim.LBFGS(half.parameters(), lr=1e-3, max_iter=1)
+    each_step(many)
+    x = torch.arange(16)
+
+    def closure() -> Tensor:
+        many.zero_grad()
+        loss = nn.functional.cross_entropy(half(x).float(), x)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        many.step(closure)
+    assert not shares_of(half)
+
+
+def test_large_weights_are_cut_and_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meter, "_CUT", 64)
+    monkeypatch.setattr(meter, "CHUNK", 200)
+    model = net()
+    optimizer = optim.AdamW(model.parameters(), lr=RATE)
+    looks = each_step(optimizer)
+    train(model, optimizer, 2)
+    first = {p for p in model.parameters() if looks.sums(p) is not None}
+    assert 0 < len(first) < 6
+    train(model, optimizer, 6)
+    assert all(looks.sums(p) is not None for p in model.parameters())
+
+
+def test_looks_take_one_percent_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(meter.time, "perf_counter", lambda: now[0])
+    looked: list[float] = []
+
+    def look(self: UpdateMeter, *_: Any) -> None:
+        looked.append(now[0])
+        now[0] += 3.0
+
+    monkeypatch.setattr(UpdateMeter, "_look", look)
+    model = net()
+    optimizer = optim.SGD(model.parameters(), lr=RATE)
+    UpdateMeter(optimizer)
+    for _ in range(3000):
+        optimizer.step()
+        now[0] += 1.0
+    assert len(looked) == pytest.approx(0.01 * now[0] / 3.0, abs=2)
+
+
+def test_a_meter_goes_with_its_optimizer() -> None:
+    model = net()
+    optimizer = optim.SGD(model.parameters(), lr=RATE)
+    each_step(optimizer)
+    train(model, optimizer, 3)
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    assert not any(each.optimizer is None for each in METERS.values())
+
+
+def test_a_compiled_step_is_left_alone() -> None:
+    model = net()
+    optimizer = optim.SGD(model.parameters(), lr=RATE)
+    each_step(optimizer)
+    compiled = torch.compile(optimizer.step, backend="eager")
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    for _ in range(3):
+        compiled()
+    assert not shares_of(model)
+
+
+# -- who says so -----------------------------------------------------------------------
+
+
+class Curves(dict[str, list[float]]):
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        self.setdefault(tag, []).append(scalar_value)
+
+
+@pytest.fixture
+def at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(UpdateMeter.__init__, "__defaults__", (float("inf"),))
+
+
+@pytest.mark.usefixtures("at_each_step")
+@pytest.mark.parametrize("masters", ["split", "off", None])
+def test_monitor_and_report(masters: Any) -> None:
+    model = net()
+    optimizer = optim.AdamW(model.parameters(), lr=RATE)
+    if masters is not None:
+        autoamp.convert(model, optimizer, masters=masters)
+    monitor = autoamp.Monitor(Curves(), model)
+    for _ in range(6):
+        train(model, optimizer, 1)
+        monitor.step()
+    curves: Any = monitor.writer
+    kept = masters == "split"
+    assert curves["autoamp/updates/norm"][-1] == (1 if kept else 0)
+    assert curves["autoamp/updates_in_half/norm"][-1] == 0
+    report = autoamp.report(model)
+    assert report.updates[0].kind == "norm"
+    text = " ".join(str(report).split())
+    if kept:
+        says(text, "100% of the updates of 1 norm weight", "masters keep them")
+    else:
+        says(
+            text, "100% of the updates of 1 norm weight", option="AUTOAMP_MASTERS=split"
+        )
+
+
+def test_bench_says_what_half_weights_lose() -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 8))
+    found = autoamp.bench(model, torch.randn(16, 32), ways=["half"], precision="bf16")
+    half = next(row for row in found.rows if row.kind == "half")
+    assert half.updates[0].share < 0.01
+    assert ".bfloat16(): bf16 rounds away" in " ".join(str(found).split())
+    assert not next(row for row in found.rows if row.kind == "fp32").updates
