@@ -209,7 +209,8 @@ class Masters:
             for chunk in chunks:
                 other._make_whole(chunk)
         shared = _shared.get(param)
-        if shared is None or shared() is None:
+        master: torch.Tensor | None = None if shared is None else shared()
+        if master is None or master.shape != param.shape:
             return False
         _several[param] = True
         return True

@@ -10,6 +10,8 @@ exist while an optimizer steps them, for one chunk of parameters after the other
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Hashable, Iterator, Sequence
 
 import torch
@@ -18,6 +20,10 @@ from autoamp import compat
 
 CHUNK = 1 << 20
 """The elements of a chunk, 4 MiB in fp32; a larger weight is a chunk of its own."""
+
+_IDLE = 3
+"""A weight that some kernel moves, but does not write to, in so many steps in a row is
+watched no more: each move copies the weight."""
 
 _TIE = -(1 << 15)
 """The rest, in 16 bits, of an fp32 number halfway between two bf16 numbers."""
@@ -49,7 +55,8 @@ class Chunk:
         self._ties = self._low.new_empty(0, dtype=torch.int64)
         self._clones: list[torch.Tensor | None] = [None] * len(params)
         self._addresses: list[Hashable] = [None] * len(params)
-        self._watch_it = [True] * len(params)
+        self._idle = [0] * len(params)
+        self._memories: list[compat.Memory | None] = [None] * len(params)
         if values:
             flat = self._memory()
             compat.copy_all([*self._views(flat)], list(map(compat.local_part, values)))
@@ -82,11 +89,13 @@ class Chunk:
         for at, (view, part) in enumerate(zip(views, parts, strict=True)):
             watched = self._clones[at] is not None
             moved = compat.data_address(part) != self._addresses[at]
+            written = False
             if (moved or not watched) and _form(part) == self._forms[at]:
                 written = follow(view, part)
-                # A kernel that asks for an address to write to, and reads: each of its
-                # calls would copy the weight.
-                self._watch_it[at] &= not watched or written
+            if watched:
+                # Something asks for an address to write to, and reads.
+                idle = moved and not written and self._lies(at)
+                self._idle[at] = self._idle[at] + 1 if idle else 0
         return flat, views
 
     def wrapped(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -127,12 +136,21 @@ class Chunk:
         # A CUDA graph of the script's may hold the addresses; and a write through
         # memory that is shared with others goes unseen.
         with torch.no_grad():
-            self._clones = [
-                compat.lazy_clone(each)
-                if may and each.is_cpu and compat.held_alone(each)
-                else None
-                for each, may in zip(own, self._watch_it, strict=True)
-            ]
+            for at, each in enumerate(own):
+                rests = self._idle[at] >= _IDLE
+                if rests or not (each.is_cpu and compat.held_alone(each)):
+                    self._clones[at] = None
+                    continue
+                self._clones[at] = compat.lazy_clone(each)
+                if not self._lies(at):
+                    key = id(self), at
+                    forget = functools.partial(_forget, weakref.ref(self), at)
+                    self._memories[at] = compat.watch_memory(each, key, forget)
+
+    def _lies(self, at: int) -> bool:
+        """Whether a parameter is in the memory that is watched."""
+        memory, own = self._memories[at], compat.own_memory(self.params[at])
+        return memory is not None and compat.lies_in(own, memory)
 
     def _parts(self) -> list[torch.Tensor]:
         # `data`, since the writes to it are counted where the step is known to write.
@@ -147,6 +165,16 @@ class Chunk:
         for shape, strides, *_ in self._forms:
             yield flat.as_strided(shape, strides, begin)
             begin += shape.numel()
+
+
+def _forget(chunk: weakref.ref[Chunk], at: int, memory: compat.Memory) -> None:
+    """Copies a weight whose memory is about to be resized, which ends its clone."""
+    found = chunk()
+    if found is None or memory() is None:  # the memory is freed: the clone stays
+        return
+    clone = found._clones[at]
+    found._clones[at] = None if clone is None else clone.clone()
+    found._memories[at] = None
 
 
 def can_split(param: torch.Tensor) -> bool:

@@ -6,6 +6,8 @@ weights beside the model, steps them by torch's optimizer and rounds them.
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -432,6 +434,38 @@ def read_the_address(model: nn.Module, step: int) -> None:
         p.data_ptr()  # which moves a weight that has a copy-on-write clone
 
 
+def resize_memory(model: nn.Module, step: int) -> None:
+    weight = model[1].weight
+    kept, size = weight.detach() * 2, weight.untyped_storage().nbytes()
+    weight.untyped_storage().resize_(0)  # as offloading does
+    weight.untyped_storage().resize_(size)
+    weight.data.copy_(kept)
+    weight.data.fill_(0.5)
+
+
+def save_and_copy(model: nn.Module, step: int) -> None:
+    torch.save(model.state_dict(), io.BytesIO())
+    copy.deepcopy(model)
+
+
+def share_memory(model: nn.Module, step: int) -> None:
+    model.share_memory()
+
+
+def write_in_inference_mode(model: nn.Module, step: int) -> None:
+    with torch.inference_mode():
+        model[3].bias.mul_(0.5)
+
+
+def to_fp16_and_back(model: nn.Module, step: int) -> None:
+    model.half().to(BF16)
+
+
+def give_another_shape_of_memory(model: nn.Module, step: int) -> None:
+    weight = model[0].weight
+    weight.data = (weight.data + 1).t().contiguous().t()
+
+
 def infinite(model: nn.Module, step: int) -> None:
     if step == 8:
         model[1].bias.data[0] = torch.inf
@@ -443,7 +477,9 @@ def freeze_and_thaw(model: nn.Module, step: int) -> None:
 
 WRITES = [
     *(load, prune, clamp_data, write_a_view, swap_out_and_in, give_other_memory),
-    *(read_the_address, infinite, freeze_and_thaw),
+    *(read_the_address, infinite, freeze_and_thaw, resize_memory, save_and_copy),
+    *(share_memory, write_in_inference_mode, to_fp16_and_back),
+    give_another_shape_of_memory,
 ]
 
 
