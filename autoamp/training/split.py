@@ -174,7 +174,7 @@ def _forget(chunk: weakref.ref[Chunk], at: int, memory: compat.Memory) -> None:
         return
     clone = found._clones[at]
     found._clones[at] = None if clone is None else clone.clone()
-    found._memories[at] = None
+    found._memories[at] = found._addresses[at] = None
 
 
 def can_split(param: torch.Tensor) -> bool:
