@@ -15,14 +15,22 @@ from typing import Any, TypeAlias
 from autoamp.errors import OptionError
 from autoamp.messages import advice, bytes_text, counted, shorten
 from autoamp.passes.decide.ceiling import Root, promotes_to_low, root_of
-from autoamp.passes.decide.mincut import Group, Network, Problem, Solution, solve
+from autoamp.passes.decide.mincut import (
+    Group,
+    Network,
+    Problem,
+    Solution,
+    contradiction,
+    solve,
+)
 from autoamp.passes.decide.pins import kept_by
-from autoamp.passes.decide.problem import contradiction_of, held, promised_casts
+from autoamp.passes.decide.problem import held, promised_casts
 from autoamp.passes.decide.verdict import CEILING, GAVE_UP, Verdict
 from autoamp.passes.record import Rewritten
 from autoamp.passes.rows import FP32, CastRow, OpRow, Section, allow_in_fp32
 from autoamp.passes.rules import Category
 from autoamp.passes.run import placed_again
+from autoamp.passes.see.facts import FP32 as READ_IN_FP32
 from autoamp.passes.write.layouts import LAST
 from autoamp.report.figures import amount
 
@@ -361,10 +369,9 @@ class Flips:
         problem, prices = assignment.problem, assignment.prices
         solution = self._again.held(names, at_source=low)
         if solution is None:
-            error = contradiction_of(held(problem, names, low=low, why="asked for"))
-            chain = str(error).removeprefix("contradictory constraints: ")
-            # The last sentence is for authors of rules.
-            return chain.removesuffix(" Drop one of the two.")
+            return _forbidden(
+                self._rewritten, held(problem, names, low=low, why="asked for")
+            )
         placed = solution.source
         extra = solution.cost - assignment.cost
         more_left = allow_in_fp32(self._rewritten, placed) - self._left
@@ -377,6 +384,49 @@ class Flips:
             vanish=tuple(c for c in self._casts if c not in after),
             along=tuple(n for n in assignment.decisions if n in others),
         )
+
+
+def _forbidden(rewritten: Rewritten, problem: Problem) -> str:
+    """One sentence on the law that keeps a node in fp32, and on the node it meets.
+
+    The law of a move is that it rounds no numbers that are read in fp32; every other
+    constraint has the two nodes that it holds together in words.
+    """
+    chain = contradiction(problem).chain
+    if not chain:
+        return "no placement that the rules allow has all of these ops in low precision"
+    (start, _), *steps, (end, reason) = chain
+    if not steps:
+        return f"{start} stays fp32 ({reason})"
+    names = [start, *(name for name, _ in steps)]
+    through = f" through {', '.join(names[1:-1])}" if names[1:-1] else ""
+    verdict = rewritten.classified.verdicts.get(end)
+    if verdict is not None and verdict.origin == CEILING:
+        reason = f"type promotion leaves {end} fp32"  # its own reason may name `start`
+    if not all(map(rewritten.classified.moves, names[:-1])):
+        (second, why), *_ = steps
+        together = f"{start} is low only together with {second}, because {why}"
+        return f"{together}, and {end} stays fp32 ({reason})"
+    if end == READ_IN_FP32:
+        reader = _reader_in_fp32(rewritten, problem, names[-2])
+        return f"{start} would round numbers that {reader} in fp32{through}"
+    return f"{start} would round numbers that {end} reads in fp32{through} ({reason})"
+
+
+def _reader_in_fp32(rewritten: Rewritten, problem: Problem, last: str) -> str:
+    """The reader that takes the result of `last` in fp32 in any placement; its verb."""
+    classified = rewritten.classified
+    keys = {
+        group.key[:2]
+        for group in problem.groups
+        if group.value == last and READ_IN_FP32 in group.readers
+    }
+    for name in classified.verdicts:
+        for operand, mode in classified.reads(name):
+            key = operand.value, classified.facts.nodes[name].region
+            if key in keys and mode != "same":
+                return f"{name} reads"
+    return "the graph returns"
 
 
 class FlipsAlone:

@@ -111,3 +111,28 @@ def test_every_node_has_an_answer(given: dict[str, object]) -> None:
     assert (
         "root       gru_cell (aten::gru_cell) is fp32" in answers["aten::exp.default"]
     )
+
+
+class Moves(nn.Module):
+    """Moves of fp32 numbers: one is returned, two in a row stand before an fp32 op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 16)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
+        h = self.table(ids)
+        end = torch.cat([h[:2], h[2:]])
+        sums = torch.stack([h, h]).transpose(0, 1).flatten().cumsum(0)
+        return end, sums, torch.special.expit(h[0]).to(torch.float64)
+
+
+@pytest.mark.usefixtures("bf16_units")
+def test_an_op_that_cannot_be_low_is_told_the_law_in_one_sentence() -> None:
+    report = autoamp.explain(Moves(), torch.arange(4), **BF16)
+    says = report.why(node_of(report, "cat")), report.why(node_of(report, "transpose"))
+    assert "cat would round numbers that the graph returns in fp32" in says[0]
+    assert "would round numbers that cumsum reads in fp32 through " in says[1]
+    for said in says:
+        assert "must be low" not in said
+        assert "<fp32>" not in said

@@ -15,7 +15,6 @@ from autoamp.passes.decide.mincut import (
     ContradictionError,
     Group,
     Problem,
-    contradiction,
     solve,
 )
 from autoamp.passes.decide.pins import views_down_to
@@ -69,11 +68,6 @@ def least_cost(problem: Problem) -> tuple[frozenset[str], int]:
     return solution.source, solution.cost
 
 
-def contradiction_of(problem: Problem) -> PlacementError:
-    """The error of a problem whose constraints contradict each other."""
-    return PlacementError(_in_words(contradiction(problem).chain))
-
-
 def _in_words(chain: Sequence[tuple[str, str]]) -> str:
     if not chain:
         return "contradictory constraints: no legal placement exists"
@@ -118,7 +112,7 @@ def _cast_groups(
             key = (operand.value, facts.nodes[name].region, operand.epoch)
             readers[key].append(FP32 if shows or mode == "high" else name)
             if mode == "follow":
-                follows.append((name, at, "reads the value at its own precision"))
+                follows.append((name, at, "one reads the other's value as it comes"))
     for value in sorted(facts.returned):
         if facts.nodes[value].is_value:
             # The results are cast at the end, behind all regions and writes.
@@ -140,7 +134,7 @@ def _cast_groups(
                 readers=tuple(dict.fromkeys(names)),
                 to_source=prices.down[value],
                 to_sink=up,
-                why=f"{maker} must not be cast up",
+                why=f"{maker} would round numbers that are read in fp32",
             )
         )
     return groups, follows
@@ -163,7 +157,7 @@ def _rounded_before_maxima(classified: Classified) -> list[tuple[str, str, str]]
             makers = {facts.producer(o.value) for o in facts.nodes[name].operands}
             found |= dict.fromkeys((maker, name) for maker in sorted(makers))
             reached |= makers
-    why = "is less its maximum, whose gradient is less the sum of rounded ones"
+    why = "a maximum is subtracted, and the gradients of both must be rounded alike"
     return [(maker, name, why) for maker, name in found]
 
 
@@ -231,7 +225,7 @@ def _ties(facts: Facts, unary: Mapping[str, object]) -> list[tuple[str, str, str
             continue
         # Neighbours suffice, as ties are transitive.
         if fact.storage in last and last[fact.storage] != maker:
-            why = "shares storage that is written in place"
+            why = "they share memory that is written in place"
             ties.append((last[fact.storage], maker, why))
         last[fact.storage] = maker
     return ties
