@@ -243,7 +243,7 @@ def _say_cold(heat: Heat, process: int) -> None:
         return
     _say(
         logging.INFO,
-        f"autoamp: {nearest.name} is not hot, and ran in fp32. Its calls "
+        f"autoamp: {nearest.name} is not hot, and ran as it is. Its calls "
         f"came to {nearest.spent:.2g} s, as predicted; from {SHARE * nearest.cost:.2g} "
         "s on a capture is worth its cost. AUTOAMP_HOT=0 captures models at their "
         "first call",

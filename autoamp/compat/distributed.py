@@ -48,9 +48,14 @@ def shard_groups(params: Iterable[torch.Tensor]) -> list[Any]:
         mesh = getattr(p, "device_mesh", None)
         if mesh is not None:
             meshes[id(mesh)] = mesh
-        flat = flat or getattr(p, "_fsdp_flattened", False)
+        flat = flat or is_flattened(p)
     groups = [g for mesh in meshes.values() for g in mesh.get_all_groups()]
     return [*groups, torch.distributed.group.WORLD] if flat else groups
+
+
+def is_flattened(param: torch.Tensor) -> bool:
+    """Whether FSDP1 has put a parameter's memory into that of a flat parameter."""
+    return bool(getattr(param, "_fsdp_flattened", False))
 
 
 def stage_groups(models: Iterable[torch.nn.Module]) -> list[Any]:

@@ -462,7 +462,7 @@ class Masters:
         """Has a parameter's gradients and state be fp32 from now on."""
         if id(param) in self._reduced:
             self._say_half("DistributedDataParallel reduces them in that")
-        elif compat.is_distributed(param):
+        elif compat.is_distributed(param) or compat.is_flattened(param):
             self._say_half("FSDP reduces them, and gives them in that")
         else:
             compat.accumulate_in(param, torch.float32)

@@ -336,6 +336,7 @@ def test_the_line_at_exit_names_the_model_that_trained(
     autoamp_autoload._say_cold(heat, os.getpid())
     (line,) = capfd.readouterr().err.splitlines()
     says(line, "Trained is not hot", f"{nearest.spent:.2g} s")
+    assert "fp32" not in line, "a half model runs in its own dtype"
 
 
 def test_nothing_is_said_where_no_call_has_ended(capfd) -> None:
