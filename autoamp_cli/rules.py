@@ -181,11 +181,7 @@ def _say(said: dict[Rule | None, list[str]], otherwise: str) -> None:
             continue
         click.echo(f"    {rule.category}{of}: {rule.reason}")
         for condition in rule.when:
-            test = " ".join(filter(None, (condition.test, condition.argument)))
-            click.echo(
-                f"      but {condition.category} where {test} {condition.value}: "
-                f"{condition.reason}"
-            )
+            click.echo(f"      but {condition}")
 
 
 def _meant(rule: Rule) -> dict[str, Any]:

@@ -132,7 +132,7 @@ class Report(Document):
         options = {"color_system": "truecolor", "record": True}
         console = plain_console(io.StringIO(), WIDTH, **options)
         console.print(self)
-        page = '<pre style="line-height:1.25;overflow-x:auto">{code}</pre>'
+        page = f'<pre style="{_MONOSPACED}">{{code}}</pre>'
         return console.export_html(inline_styles=True, code_format=page)
 
     def __repr__(self) -> str:
@@ -146,6 +146,13 @@ class Report(Document):
         self, console: Console, options: ConsoleOptions
     ) -> RenderResult:
         yield from summary_of(self, lambda: self.advice)
+
+
+_MONOSPACED = (
+    "font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;"
+    "line-height:1.25;overflow-x:auto"
+)
+"""The style of the summary, whose columns stand below each other."""
 
 
 def _written(text: str, path: str | Path | None) -> str:

@@ -9,9 +9,10 @@ from html import escape
 from typing import Any
 
 from autoamp.messages import bytes_text, seconds_text
+from autoamp.printed import Line, Table
 from autoamp.report.findings import update_text
 from autoamp.tools.bench_answer import Answer, Evidence, Row, answer
-from autoamp.tools.results import Line, Result, Table
+from autoamp.tools.results import Result
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,10 +93,10 @@ class Bench(Result):
 
     def parts(self) -> Iterator[Line | Table]:
         """The answer, the tables, and the small print."""
-        model = f"{self.label}, {self.work}, {self.precision}, on {self.device}"
-        yield Line(f"autoamp bench: {model}", "head")
         sentence = self.answer.sentence
-        yield Line(f"{sentence[0].upper()}{sentence[1:]}.")
+        yield Line(f"{sentence[0].upper()}{sentence[1:]}.", "head")
+        model = f"{self.label}, {self.work}, {self.precision}, on {self.device}"
+        yield Line(f"autoamp bench: {model}")
         yield Line("")
         for batch in self.batches:
             if len(self.batches) > 1:

@@ -19,11 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich import box
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
@@ -31,12 +26,11 @@ from autoamp import compat
 from autoamp.dtypes import short_name
 from autoamp.errors import OptionError
 from autoamp.messages import (
+    FULL_WIDTH,
     advice,
-    as_text,
     class_name,
     counted,
     op_title,
-    plain_table,
     shorten,
     told,
 )
@@ -46,6 +40,7 @@ from autoamp.passes.record import Prepared, Rewritten
 from autoamp.passes.rows import OpRow
 from autoamp.passes.write.emitted import stands_for
 from autoamp.passes.write.meshes import crossed, stands_in
+from autoamp.printed import Line, Printed, Table
 from autoamp.report.reporting import report_of
 from autoamp.runtime.eligible import required_precision
 from autoamp.runtime.examine import (
@@ -125,7 +120,7 @@ class RegionError:
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison:
+class Comparison(Printed):
     """Mixed precision beside fp32 on one call and its backward.
 
     `print(comparison)` shows it.
@@ -145,6 +140,8 @@ class Comparison:
         kept_errors: the errors of the model converted with `keep`; None if `keep` is
             empty or None.
     """
+
+    columns = FULL_WIDTH
 
     label: str
     precision: torch.dtype
@@ -189,9 +186,6 @@ class Comparison:
         target.write_text("\n".join(lines) + "\n", encoding="utf-8")
         return target
 
-    def __str__(self) -> str:
-        return as_text([self])
-
     def __repr__(self) -> str:
         return (
             f"<autoamp.Comparison of {self.label}: output error "
@@ -199,69 +193,63 @@ class Comparison:
             f"{short_name(self.precision)}>"
         )
 
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> RenderResult:
+    def parts(self) -> Iterator[Line | Table]:
+        """The errors of both, the ops and modules that cost most, and the answer."""
         low = short_name(self.precision)
-        title = f"autoamp compare: {self.label}, {low} against fp32"
-        yield Text(title, "bold")
-        table = plain_table("relative error of", numbers=("output", "gradients"))
-        table.add_row("autoamp", *_pair(self.errors))
-        if self.autocast is not None:
-            table.add_row("torch.autocast", *_pair(self.autocast))
-        else:
-            table.add_row("torch.autocast", "raises", "raises")
-        yield Padding(table, (1, 0, 0, 2))
+        yield Line(f"autoamp compare: {self.label}, {low} against fp32", "head")
+        yield Line("")
+        raises = ("raises", "raises")
+        other = raises if self.autocast is None else _pair(self.autocast)
+        rows = [("autoamp", *_pair(self.errors)), ("torch.autocast", *other)]
+        yield Table(["relative error of", "output", "gradients"], rows)
         yield from self._ops()
         yield from self._modules()
         yield from self._answer()
 
-    def _ops(self) -> Iterator[RenderableType]:
+    def _ops(self) -> Iterator[Line | Table]:
         adding = [node for node in self.nodes if node.added][:LISTED]
         if not adding:
             return
-        yield Text("\nOps that add most error", "bold")
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-        table.add_column("op", min_width=6, max_width=18, no_wrap=True)
-        table.add_column("module", max_width=30)
-        for name in ("adds", "has", "gradient"):
-            table.add_column(name, justify="right", min_width=8, no_wrap=True)
-        table.add_column("source", no_wrap=True, overflow="ellipsis", max_width=30)
+        yield Line("")
+        yield Line("Ops that add most error", "title")
+        rows = []
         for node in adding:
             errors = (node.added, node.error, node.gradient)
-            cells = [f"{each:.1e}" for each in errors]
-            where = Text(_line_of(node.source))
-            table.add_row(op_title(node.op), Text(node.module), *cells, where)
-        yield Padding(table, (0, 0, 0, 2))
+            place = _line_of(node.source)
+            name = op_title(node.op)
+            rows.append([name, node.module, place, *(f"{e:.1e}" for e in errors)])
+        header = ["op", "module", "source", "adds", "has", "gradient"]
+        yield Table(header, rows, numbers=3)
 
-    def _modules(self) -> Iterator[RenderableType]:
+    def _modules(self) -> Iterator[Line | Table]:
         if not self.regions:
             return
-        yield Text("\nModules that give most error back, kept in fp32", "bold")
-        names = ("low ops", "output", "gradients", "gives back")
-        table = plain_table("module", numbers=names)
+        yield Line("")
+        yield Line("Modules that give most error back, kept in fp32", "title")
+        rows = []
         for region in self.regions[:LISTED]:
+            name = region.module or "(the model itself)"
             back = f"{region.gives_back:+.1e}"
-            name = Text(region.module or "(the model itself)")
-            table.add_row(name, str(region.ops), *_pair(region.errors), back)
-        yield Padding(table, (0, 0, 0, 2))
+            rows.append([name, str(region.ops), *_pair(region.errors), back])
+        yield Table(["module", "low ops", "output", "gradients", "gives back"], rows)
         if len(self.regions) > LISTED:
-            yield Text(f"  and {counted(len(self.regions) - LISTED, 'more module')}")
+            yield Line(f"and {counted(len(self.regions) - LISTED, 'more module')}")
 
-    def _answer(self) -> Iterator[RenderableType]:
+    def _answer(self) -> Iterator[Line | Table]:
         if self.tolerance is None:
             return
-        wanted = f"\nFor an error of at most {self.tolerance:g}"
+        yield Line("")
+        wanted = f"For an error of at most {self.tolerance:g}"
         if self.keep is None:
-            yield Text(f"{wanted}: no set of modules kept in fp32 is enough.")
+            yield Line(f"{wanted}: no set of modules kept in fp32 is enough.")
         elif not self.keep:
-            yield Text(f"{wanted}: no module needs to be kept in fp32.")
+            yield Line(f"{wanted}: no module needs to be kept in fp32.")
         else:
             rule = advice("keep", [*self.keep], by_variables=False)
-            yield Text(f"{wanted}: {rule}; to_rules(path) or --to-rules writes it.")
+            yield Line(f"{wanted}: {rule}; to_rules(path) or --to-rules writes it.")
             if self.kept_errors is not None:
                 output, gradients = _pair(self.kept_errors)
-                yield Text(f"Errors with that: {output} output, {gradients} gradients.")
+                yield Line(f"Errors with that: {output} output, {gradients} gradients.")
 
 
 def _pair(errors: Errors) -> tuple[str, str]:

@@ -10,22 +10,21 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.text import Text
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autoamp.dtypes import NARROWEST, largest, short_name
 from autoamp.errors import AutoampError, OptionError, UnsupportedModelError
-from autoamp.messages import as_text, class_name, shorten, told
+from autoamp.messages import FULL_WIDTH, class_name, shorten, told
 from autoamp.passes.check.held import Held
 from autoamp.passes.node_by_node import Runner
 from autoamp.passes.record import Prepared, Rewritten
+from autoamp.printed import Line, Printed, Table
 from autoamp.runtime.conversion import conversion_of
 from autoamp.runtime.eligible import parameters_of, required_precision
 from autoamp.runtime.engine import Engine
@@ -58,7 +57,7 @@ TRIES = 24
 
 
 @dataclass(frozen=True, repr=False)
-class Overflow:
+class Overflow(Printed):
     """The first number that left the range of its dtype; falsy if no number did.
 
     `print(overflow)` shows it.
@@ -86,6 +85,8 @@ class Overflow:
         rule: the options of `convert` that keep the number in range, or None.
         notes: what a snapshot tells beside it; empty without a snapshot.
     """
+
+    columns = FULL_WIDTH
 
     label: str
     precision: torch.dtype
@@ -118,9 +119,6 @@ class Overflow:
     def __bool__(self) -> bool:
         return self.found
 
-    def __str__(self) -> str:
-        return as_text([self])
-
     def __repr__(self) -> str:
         return f"<autoamp.Overflow of {self.label}: {self.headline}>"
 
@@ -134,20 +132,24 @@ class Overflow:
             what = f"the gradient of {what}"
         return f"{what} left the range of {short_name(self.dtype)}: {self._size()}"
 
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> RenderResult:
+    def parts(self) -> Iterator[Line | Table]:
+        """The answer, then its place, its cure and the notes."""
         low = short_name(self.precision)
-        yield Text(f"autoamp find_overflow: {self.label}, {low}", "bold")
-        yield Text(f"  {self.headline}")
+        yield Line(f"autoamp find_overflow: {self.label}, {low}", "head")
+        yield Line(self.headline)
+        facts = [*self._facts()]
+        if facts:
+            yield Table(("", ""), facts, numbers=2)
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
         if self.source:
-            yield Text(f"  at      {shorten(self.source)}")
+            yield "at", shorten(self.source)
         if self.reader:
-            yield Text(f"  read by {self.reader}, in {short_name(self.dtype)}")
-        for line in self._advice() if self.found else ():
-            yield Text(f"  {line}")
+            yield "read by", f"{self.reader}, in {short_name(self.dtype)}"
+        if self.found:
+            yield from self._advice()
         for note in self.notes:
-            yield Text(f"  note    {note}")
+            yield "note", note
 
     # -- sentences -----------------------------------------------------------------
 
@@ -180,27 +182,20 @@ class Overflow:
             f"{times:.3g} times below the limit {self.limit:g}"
         )
 
-    def _advice(self) -> list[str]:
-        found = []
+    def _advice(self) -> Iterator[tuple[str, str]]:
         if self.in_fp32:
-            found.append("fp32 gives an infinity or NaN there too: no option cures it")
+            yield "cure", "no option cures it: fp32 gives an infinity or NaN there too"
         elif self.rule is not None:
-            found.append(
-                f"cure    autoamp.convert(model, {self.rule}) - tried: it works"
-            )
+            cure = f"autoamp.convert(model, {self.rule})"
+            yield "cure", f"{cure} - tried: it works"
         else:
-            found.append("no option was found that cures it")
+            yield "cure", "no option was found that cures it"
         if self.direction == "backward" and self.loss_scale != 1 and not self.in_fp32:
             lower = self._lower_scale()
-            scale = f"loss scale {self.loss_scale:g}"
-            found.append(
-                f"at {scale}; a loss scale of {lower:g} would work as well"
-                if lower
-                else f"at {scale}"
-            )
+            also = f"; a loss scale of {lower:g} would work as well" if lower else ""
+            yield "at", f"loss scale {self.loss_scale:g}{also}"
         if self.harmless:
-            found.append("nevertheless the loss and all gradients are finite")
-        return found
+            yield "harm", "none: the loss and all gradients are finite"
 
     def _lower_scale(self) -> float:
         """The largest power of two at which the gradient is in range; 0 if unknown."""

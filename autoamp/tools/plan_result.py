@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoamp.messages import bytes_text, seconds_text
-from autoamp.tools.results import Line, Result, Table
+from autoamp.printed import Line, Table
+from autoamp.tools.results import Result
 
 _PEAK = (
     "The peak is the most memory held at one time. It is not the sum of the lines "
@@ -51,7 +52,7 @@ class PlannedWay:
     peak: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Planned(Result):
     """The facts that a plan for one device and one for a mesh both tell."""
 
@@ -64,6 +65,10 @@ class _Planned(Result):
     parameters: int
     samples: int | None
     tokens: int | None
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        return f"<autoamp.{name} of {self.model}, predicted for {self.hardware}>"
 
     def _batch(self) -> list[str]:
         counts = {"samples": self.samples, "tokens": self.tokens}
@@ -89,7 +94,7 @@ class _Planned(Result):
             yield [f"fits {bytes_text(self.memory)}", *fits]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(_Planned):
     """Predicted time and memory of a step, for a device that this machine may lack.
 
@@ -252,7 +257,7 @@ class Scale:
         return [_rate((self.tokens or 0) / way.seconds) for way in self.ways]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MeshPlan(_Planned):
     """A training step on a mesh of devices, predicted without any of them.
 

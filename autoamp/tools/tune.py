@@ -9,27 +9,25 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.padding import Padding
-from rich.text import Text
 from torch import nn
 
 from autoamp.dtypes import UNSCALED, needs_loss_scale, short_name
 from autoamp.errors import OptionError, UnsupportedModelError
-from autoamp.messages import as_text, class_name, plain_table, printable_line, told
+from autoamp.messages import FULL_WIDTH, class_name, printable_line, told
 from autoamp.passes.decide.cost import PriceModel
 from autoamp.passes.functions.rotary import rotary
 from autoamp.passes.kernels.table import CHANNELS_LAST, ROTARY
 from autoamp.passes.speeds.clock import device_name, seconds_of, surely_less
 from autoamp.passes.speeds.prices import MeasuredPrices
 from autoamp.passes.speeds.store import Store
+from autoamp.printed import Line, Printed, Table
 from autoamp.report.findings import layouts_text
 from autoamp.report.reporting import report_of
 from autoamp.runtime.conversion import DECLINED, Conversion, conversion_of
@@ -121,7 +119,7 @@ class Timed:
 
 
 @dataclass(frozen=True, repr=False)
-class Tuning:
+class Tuning(Printed):
     """The measurements of `autoamp.tune` and the way it kept; `print(tuning)` shows it.
 
     Attributes:
@@ -135,6 +133,8 @@ class Tuning:
         remembered: how many times of ops and casts an earlier tuning had stored.
         seconds: how long the tuning took.
     """
+
+    columns = FULL_WIDTH
 
     label: str
     precision: torch.dtype
@@ -177,40 +177,37 @@ class Tuning:
             said += "no way is faster"
         return f"{said}. Its time is {', '.join(shares)}"
 
-    def __str__(self) -> str:
-        return as_text([self])
-
     def __repr__(self) -> str:
         return (
             f"<autoamp.Tuning of {self.label}: {self.chosen}, {self.share:.2f} of the "
             "time of fp32>"
         )
 
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> RenderResult:
+    def parts(self) -> Iterator[Line | Table]:
+        """The way that was kept, the times of all ways, and the small print."""
         low = short_name(self.precision)
         what = "a call and its backward" if self.training else "a call"
-        yield Text(
-            f"autoamp tune: {self.label}, {low}, {what} on {self.device}", "bold"
+        yield Line(
+            f"autoamp tune: {self.label}, {low}, {what} on {self.device}", "head"
         )
-        table = plain_table("way", numbers=("ms", "of fp32"))
-        for way in self.ways:
-            cells = ["fails", ""]
-            if way.seconds is not None:
-                cells = [_milliseconds(way.seconds), f"{way.share:.2f}"]
-            kept = way.name == self.chosen
-            table.add_row(Text(way.name, "bold" if kept else ""), *cells)
-        yield Padding(table, (1, 0, 0, 2))
+        yield Line("")
+        yield Table(["way", "ms", "of fp32"], [*map(self._row, self.ways)])
         for way in self.ways:
             if way.note:
-                yield Text(f"  {way.name}: {way.note}")
+                yield Line(f"{way.name}: {way.note}")
+        yield Line("")
         sentence = self.sentence()
-        yield Text(f"\n{sentence[0].upper()}{sentence[1:]}.")
-        yield Text(
+        yield Line(f"{sentence[0].upper()}{sentence[1:]}.")
+        yield Line(
             f"Times of ops and casts: {self.measured:,} measured, {self.remembered:,} "
             f"known from before. {self.seconds:.0f} s in all."
         )
+
+    def _row(self, way: Timed) -> list[str]:
+        kept = ", kept" if way.name == self.chosen else ""
+        if way.seconds is None:
+            return [way.name, "fails", ""]
+        return [way.name + kept, _milliseconds(way.seconds), f"{way.share:.2f}"]
 
 
 def _milliseconds(seconds: float) -> str:

@@ -29,6 +29,7 @@ BESIDE = (
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"autoamp_heat"}),
     frozenset({"messages"}),
+    frozenset({"printed"}),
     frozenset({"errors", "dtypes"}),
     frozenset({"compat"}),
     frozenset({"passes.ops"}),

@@ -48,6 +48,10 @@ class Condition:
     reason: str
     argument: str = ""
 
+    def __str__(self) -> str:
+        test = " ".join(filter(None, (self.test, self.argument)))
+        return f"{self.category} where {test} {self.value}: {self.reason}"
+
 
 @dataclass(frozen=True)
 class Rule:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch._ops import OpOverload
 
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype
 from autoamp.errors import RulesError
+from autoamp.messages import FULL_WIDTH, counted
 from autoamp.passes.ops import (
     base_name,
     exists,
@@ -25,11 +27,12 @@ from autoamp.passes.ops import (
 )
 from autoamp.passes.rules.model import BUILTIN, FACTS, Category, Rule, builtin_path
 from autoamp.passes.rules.parse import read, unknown_op
+from autoamp.printed import Line, Printed, Table
 
 
-@dataclass(frozen=True)
-class Rules:
-    """An immutable table of op rules.
+@dataclass(frozen=True, repr=False)
+class Rules(Printed):
+    """An immutable table of op rules; `print(rules)` lists it.
 
     Attributes:
         name: The name of the set in reports: `fp16`, `bf16 + my_rules.toml`.
@@ -37,6 +40,8 @@ class Rules:
         dtype: The low dtype the rules were written for, or `any`.
         keep: Patterns of the module paths that stay fp32.
     """
+
+    columns = FULL_WIDTH
 
     name: str
     table: Mapping[str, Rule]
@@ -58,6 +63,25 @@ class Rules:
     def __hash__(self) -> int:
         """Agrees with equality: equal tables have equal sizes."""
         return hash((self.name, self.dtype, self.keep, len(self.table)))
+
+    def __repr__(self) -> str:
+        counts = Counter(rule.category for rule in self.table.values())
+        listed = ", ".join(f"{counts[each]} {each}" for each in Category)
+        return f"<autoamp.Rules {self.name}: {listed}>"
+
+    def parts(self) -> Iterator[Line | Table]:
+        """The rules of each category as one table."""
+        written = "" if self.dtype == "any" else f", written for {self.dtype}"
+        count = counted(len(self.table), "rule")
+        yield Line(f"autoamp rules {self.name}: {count}{written}", "head")
+        if self.keep:
+            yield Line(f"These modules stay fp32: {', '.join(self.keep)}")
+        for category in Category:
+            names = self.names(category)
+            if names:
+                title = f"{category}: {counted(len(names), 'rule')}"
+                rows = [row for name in names for row in _rows(self.table[name])]
+                yield Table(["op", "reason"], rows, numbers=2, title=title)
 
     @classmethod
     def default(cls, precision: str | torch.dtype) -> Rules:
@@ -191,6 +215,13 @@ STANDS_FOR: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 """Ops of autoamp's that every rules file knows by the name of torch's op: that name,
 and the operands of ours that stay fp32."""
+
+
+def _rows(rule: Rule) -> Iterator[tuple[str, str]]:
+    """A rule and its conditions as rows of a table."""
+    yield rule.op, rule.reason
+    for condition in rule.when:
+        yield "", f"but {condition}"
 
 
 def _own_and_plain(name: str) -> tuple[str, ...]:
