@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -14,21 +14,12 @@ from autoamp.messages import class_name
 from autoamp.report.figures import LossScaleReport
 from autoamp.report.reporting import loss_scale_of
 from autoamp.runtime.conversion import conversion_of
+from autoamp.tools.writers import target_of
 from autoamp.training.boundary import innermost
 from autoamp.training.masters import has_half
 from autoamp.training.meter import meter_of, shares_of
 
 logger = logging.getLogger(__name__)
-
-
-class Writer(Protocol):
-    """The target of a monitor, such as `torch.utils.tensorboard.SummaryWriter`.
-
-    A writer that also has `add_text` gets the reason of each skipped step.
-    """
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
-        """Writes one value of the curve `tag`."""
 
 
 class Monitor:
@@ -53,8 +44,11 @@ class Monitor:
     - `autoamp/updates_in_half/norm`: the share that half weights alone could make.
 
     Args:
-        writer: an object with `add_scalar(tag, value, step)`, such as a TensorBoard
-            `SummaryWriter`.  By default, under Lightning, the trainer's own loggers.
+        writer: where the curves go: a TensorBoard `SummaryWriter`, the run of
+            `wandb.init()`, the module `mlflow`, an `Accelerator` with trackers, or an
+            object with one of their methods `add_scalar(tag, value, step)`,
+            `log_metrics(values, step=)` and `log(values, step=)`.  By default, under
+            Lightning, the trainer's own loggers.
         model: the model that trains.  Trainers pass their model themselves.
         every: the number of steps from one write to the next, at least 1.
 
@@ -83,17 +77,14 @@ class Monitor:
 
     def __init__(
         self,
-        writer: Writer | None = None,
+        writer: Any = None,
         model: nn.Module | None = None,
         *,
         every: int = 1,
     ) -> None:
         """Makes a monitor, before the first step."""
-        if writer is not None and not callable(getattr(writer, "add_scalar", None)):
-            raise OptionError(
-                f"writer={writer!r} has no method add_scalar(tag, value, step); pass a "
-                "torch.utils.tensorboard.SummaryWriter, or an object like it"
-            )
+        if writer is not None:
+            target_of(writer)
         if model is not None and not isinstance(model, nn.Module):
             raise OptionError(f"model={model!r} is not a torch.nn.Module")
         if not isinstance(every, int) or every < 1:
@@ -119,7 +110,7 @@ class Monitor:
             )
         self._step = self._step + 1 if step is None else step
         if self._step % self.every == 0:
-            self._write(self.model, self.writer, self._step)
+            self._write(self.model, [self.writer], self._step)
 
     # -- as a callback of Hugging Face's Trainer -----------------------------------
 
@@ -132,7 +123,8 @@ class Monitor:
         if self.writer is None:
             raise OptionError(
                 "Hugging Face's Trainer gives its callbacks no writer; pass one: "
-                "autoamp.Monitor(torch.utils.tensorboard.SummaryWriter(folder))"
+                "autoamp.Monitor(torch.utils.tensorboard.SummaryWriter(folder)), or "
+                "autoamp.Monitor(wandb.init()), or autoamp.Monitor(mlflow)"
             )
 
     def on_step_end(self, _: Any, state: Any, *__: Any, **kwargs: Any) -> None:
@@ -140,7 +132,7 @@ class Monitor:
         model = self.model if self.model is not None else kwargs.get("model")
         due = state.is_world_process_zero and state.global_step % self.every == 0
         if due and self.writer is not None and model is not None:
-            self._write(model, self.writer, state.global_step)
+            self._write(model, [self.writer], state.global_step)
 
     # -- as a callback of Lightning's Trainer --------------------------------------
 
@@ -151,12 +143,9 @@ class Monitor:
             return
         self._step = step
         model = self.model if self.model is not None else module
-        if self.writer is not None:
-            self._write(model, self.writer, step)
-            return
-        for each in trainer.loggers:
-            self._write(model, _Logger(each), step)
-        if not trainer.loggers:
+        writers = trainer.loggers if self.writer is None else [self.writer]
+        self._write(model, writers, step)
+        if not writers:
             self._warn("the monitor has no writer, and the trainer has no logger")
 
     def setup(self, *_: Any, **__: Any) -> None:
@@ -185,26 +174,32 @@ class Monitor:
 
     # -- writing -------------------------------------------------------------------
 
-    def _write(self, model: nn.Module, writer: Writer, step: int) -> None:
-        found = self._write_updates(model, writer, step)
+    def _write(self, model: nn.Module, writers: Sequence[Any], step: int) -> None:
+        trained_in_half = has_half(model.parameters())
+        values = self._updates(model) if trained_in_half else {}
+        texts: list[tuple[str, str]] = []
+        found = trained_in_half
         for group, graphs, state in _converted_in(model):
             found = True
-            writer.add_scalar(f"{group}/captured_graphs", graphs, step)
+            values[f"{group}/captured_graphs"] = graphs
             if state is None:
                 continue
-            writer.add_scalar(f"{group}/loss_scale", state.scale, step)
-            writer.add_scalar(f"{group}/skipped_steps", state.skipped_steps, step)
-            self._tell(group, state, writer, step)
+            values[f"{group}/loss_scale"] = state.scale
+            values[f"{group}/skipped_steps"] = state.skipped_steps
+            texts += [(f"{group}/skipped", why) for why in self._news(group, state)]
         if not found:
             self._warn(
                 f"no module of {class_name(model)} is converted; "
                 "call autoamp.convert(model)"
             )
+        for target in map(target_of, writers):
+            if values:
+                target.numbers(values, step)
+            for tag, why in texts:
+                target.text(tag, why, step)
 
-    def _write_updates(self, model: nn.Module, writer: Writer, step: int) -> bool:
-        """Writes the shares of updates that arrive; whether half weights train."""
-        if not has_half(model.parameters()):
-            return False
+    def _updates(self, model: nn.Module) -> dict[str, float]:
+        """The shares of updates that arrive, of a model with half weights."""
         if not self._metered:
             self._metered = True
             held = set(map(id, model.parameters()))
@@ -212,41 +207,28 @@ class Monitor:
                 groups = getattr(optimizer, "param_groups", ())
                 if any(id(p) in held for group in groups for p in group["params"]):
                     meter_of(innermost(optimizer))
+        found: dict[str, float] = {}
         for each in shares_of(model):
-            arrives = 1.0 if each.masters else each.share
-            writer.add_scalar(f"autoamp/updates/{each.kind}", arrives, step)
-            writer.add_scalar(f"autoamp/updates_in_half/{each.kind}", each.share, step)
-        return True
+            found[f"autoamp/updates/{each.kind}"] = 1.0 if each.masters else each.share
+            found[f"autoamp/updates_in_half/{each.kind}"] = each.share
+        return found
 
-    def _tell(
-        self, group: str, state: LossScaleReport, writer: Writer, step: int
-    ) -> None:
-        """Writes the reasons of skipped steps that are new or have changed."""
-        add_text = getattr(writer, "add_text", None)
+    def _news(self, group: str, state: LossScaleReport) -> list[str]:
+        """The reasons of skipped steps that are new or have changed."""
         known = self._told.get(group, ())
         self._told[group] = state.skips
-        if add_text is None or known == state.skips:
-            return
-        for number, why in enumerate(state.skips):
-            if number >= len(known) or known[number] != why:
-                add_text(f"{group}/skipped", why, step)
+        if known == state.skips:
+            return []
+        return [
+            why
+            for number, why in enumerate(state.skips)
+            if number >= len(known) or known[number] != why
+        ]
 
     def _warn(self, why: str) -> None:
         if not self._warned:
             logger.warning("autoamp.Monitor writes nothing: %s", why)
         self._warned = True
-
-
-class _Logger:
-    """A logger of Lightning as a writer."""
-
-    def __init__(self, given: Any) -> None:
-        self._given = given
-        if hasattr(given.experiment, "add_text"):
-            self.add_text = given.experiment.add_text
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        self._given.log_metrics({tag: scalar_value}, step=global_step)
 
 
 def _converted_in(

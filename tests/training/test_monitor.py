@@ -4,7 +4,10 @@ Each trainer is imported in the tests that need it: every worker of pytest impor
 file to list its tests, and Lightning takes seconds.
 """
 
+import json
 import pickle
+import struct
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -249,6 +252,103 @@ def test_tensorboard_reads_what_was_written(tmp_path) -> None:
     values = [(e.step, e.value) for e in read.Scalars("autoamp/skipped_steps")]
     assert values == [(1, 0.0), (2, 0.0), (3, 1.0), (4, 1.0), (5, 1.0)]
     assert "autoamp/skipped/text_summary" in read.Tags()["tensors"]
+
+
+@pytest.mark.filterwarnings("ignore")  # of the libraries that MLflow imports
+def test_mlflow_reads_what_was_written(tmp_path) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/runs.db")
+    mlflow.create_experiment("autoamp", artifact_location=str(tmp_path / "artifacts"))
+    mlflow.set_experiment("autoamp")
+    with mlflow.start_run() as run:
+        model = plain(autoamp.Monitor(mlflow))
+    client = mlflow.MlflowClient()
+    history = client.get_metric_history(run.info.run_id, "autoamp/skipped_steps")
+    values = [(each.step, each.value) for each in history]
+    assert values == [(1, 0.0), (2, 0.0), (3, 1.0), (4, 1.0), (5, 1.0)]
+    tags = client.get_run(run.info.run_id).data.tags
+    assert tags["autoamp/skipped"] == autoamp.report(model).loss_scale.skips[-1]
+
+
+def records_of(data: bytes) -> Iterator[bytes]:
+    """The records of a file of W&B: LevelDB's log, behind a header of seven bytes."""
+    record, at, block = b"", 7, 2**15
+    while at < len(data):
+        if block - at % block < 7:  # no room for another head of a piece
+            at += block - at % block
+            continue
+        size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        at += 7 + size
+        record += data[at - size : at]
+        if kind in (1, 4):  # the whole of a record, or its last piece
+            yield record
+            record = b""
+
+
+def rows_of(folder) -> list[dict[str, object]]:
+    """The rows of the one offline run of W&B in a folder."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    found = []
+    for record in map(Record.FromString, records_of(file.read_bytes())):
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            keys = [item.key or "/".join(item.nested_key) for item in items]
+            rows = [json.loads(item.value_json) for item in items]
+            found.append(dict(zip(keys, rows, strict=True)))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # W&B's own
+@pytest.mark.parametrize("own", [0, 1, 3], ids="{} own rows a step".format)
+def test_wandb_reads_what_was_written(own, tmp_path, monkeypatch) -> None:
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with wandb.init(mode="offline", dir=tmp_path, project="autoamp") as run:
+
+        class Loop(autoamp.Monitor):
+            """Its script logs rows of its own before each step of the monitor."""
+
+            def step(self, step=None) -> None:
+                for number in range(own):
+                    run.log({"loss": number})
+                super().step(step)
+
+        model = plain(Loop(run))
+    wandb.teardown()  # the service that writes the file ends, and has written all
+    rows = rows_of(tmp_path)
+    skipped = [
+        row["autoamp/skipped_steps"] for row in rows if "autoamp/loss_scale" in row
+    ]
+    assert skipped == [0, 0, 1, 1, 1]
+    assert sum("loss" in row for row in rows) == 5 * own
+    texts = [row["autoamp/skipped"] for row in rows if "autoamp/skipped" in row]
+    assert texts[-1] == autoamp.report(model).loss_scale.skips[-1]
+
+
+def test_an_accelerator_is_a_writer() -> None:
+    class Kept:
+        """The method of an `Accelerator` that hands figures to its trackers."""
+
+        def __init__(self) -> None:
+            self.rows = []
+
+        def log(self, values, step=None, log_kwargs=None) -> None:
+            self.rows.append((step, values))
+
+    kept = Kept()
+    plain(autoamp.Monitor(kept))
+    steps = [step for step, row in kept.rows if "autoamp/loss_scale" in row]
+    assert steps == [1, 2, 3, 4, 5]
+
+
+def test_each_logger_of_lightning_gets_all(tmp_path) -> None:
+    first, second = Curves(), Curves()
+    loggers = [logger_to(first), logger_to(second)]
+    trained_by_lightning(tmp_path, autoamp.Monitor(), loggers)
+    assert first.scalars == second.scalars
+    assert first.texts == second.texts != []
 
 
 def test_what_cannot_be_written_is_said(caplog) -> None:
