@@ -22,7 +22,7 @@ import logging
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -80,6 +80,7 @@ class Masters:
         self.of: dict[torch.Tensor, torch.Tensor] = {}
         self.chunks: list[Chunk] = []
         self._split = split
+        self._ids: list[int] = []
         self._lists: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._models: list[weakref.ref[nn.Module]] = []
         self._reduced: set[int] = set()
@@ -122,8 +123,7 @@ class Masters:
         self.refresh()
         found = dict(self.of)
         for chunk in self.chunks:
-            _, views = chunk.masters()
-            found.update(zip(chunk.params, chunk.wrapped(views), strict=True))
+            found.update(zip(chunk.params, chunk.values(), strict=True))
         return found
 
     def run(
@@ -151,13 +151,18 @@ class Masters:
         one by one, by their bits (a NaN is not equal to itself, and -0 is equal to 0),
         without a wait for the device.
         """
-        params, held = self._params(), set(map(id, self._params()))
+        params = self._params()
         splits = self._split and body_of(self.optimizer) is not None
-        for chunk in [*self.chunks]:
-            here = all(id(p) in held for p in chunk.params)
-            if not (splits and here and chunk.fits()):
-                self._make_whole(chunk)
+        ids = [*map(id, params)]
+        if ids != self._ids or not splits:
+            self._ids, held = ids, set(ids)
+            for chunk in [*self.chunks]:
+                if not splits or any(id(p) not in held for p in chunk.params):
+                    self._make_whole(chunk)
+        for chunk in [each for each in self.chunks if not each.fits()]:
+            self._make_whole(chunk)
         split = {id(p) for chunk in self.chunks for p in chunk.params}
+        params = [p for p in params if id(p) not in split]
         made: dict[torch.Tensor, torch.Tensor] = {}
         new, bare = [], []
         try:
@@ -168,7 +173,7 @@ class Masters:
                 elif master is not None and master.shape == param.shape:
                     follow(master, param.detach())
                     made[param] = master
-                elif param.requires_grad and id(param) not in split:
+                elif param.requires_grad:
                     new.append(param)
                     self._prepare(param)
                     if splits and can_split(param) and not self._is_shared(param):
@@ -192,10 +197,10 @@ class Masters:
 
     def _make_whole(self, chunk: Chunk) -> None:
         """Gives the parameters of `chunk` whole fp32 masters, at least until a step."""
-        _, views = chunk.masters()
+        values = chunk.values()
         self.chunks.remove(chunk)
         chunk.let_go()
-        for param, master in zip(chunk.params, chunk.wrapped(views), strict=True):
+        for param, master in zip(chunk.params, values, strict=True):
             self.of[param] = master
             _shared[param] = weakref.ref(master)
             _splitter.pop(param, None)
@@ -339,26 +344,24 @@ class Masters:
 
     def _step_chunk(self, chunk: Chunk, body: Callable[..., Any]) -> None:
         """Steps one chunk, by an optimizer of the same class, settings and state."""
-        flat, views = chunk.masters()
-        masters = dict(zip(chunk.params, chunk.wrapped(views), strict=True))
-        given = _give(masters)
+        chunk.open()
+        pairs = [*zip(chunk.params, chunk.masters, strict=True)]
+        given = _give(pairs)
         state = self.optimizer.state
-        part = part_of(self.optimizer, masters, state)
+        own = {master: state[param] for param, master in pairs if param in state}
+        by_id = {id(param): master for param, master in pairs}
+        part = part_of(self.optimizer, by_id, own)
         try:
             body(part)
         finally:
-            for view, master in zip(views, masters.values(), strict=True):
-                now = compat.own_memory(master.detach())
-                if compat.data_address(now) != compat.data_address(view):
-                    view.copy_(now)  # the step has given `master.data` other memory
-            chunk.keep(flat)
-            _take(masters, given)
-            for param, master in masters.items():
+            chunk.close()
+            _take(pairs, given)
+            for param, master in pairs:
                 if master in part.state:
                     state[param] = part.state[master]
 
     def _put_in(self) -> None:
-        self._given = _give(self.of)
+        self._given = _give(self.of.items())
         self._exchange(self.of)
 
     def _take_out(self, over: bool = True) -> None:
@@ -375,7 +378,7 @@ class Masters:
                 halves = [compat.local_part(param.data) for param in self.of]
                 masters = [compat.local_part(master) for master in self.of.values()]
                 compat.copy_all(halves, masters)
-            _take(self.of, given, over)
+            _take(self.of.items(), given, over)
         if over:
             lists, self._lists = self._lists, []
             for params, before in lists:
@@ -513,10 +516,14 @@ class Masters:
             own["__deepcopy__"] = self._deepcopy
 
 
-def _give(masters: Mapping[torch.Tensor, torch.Tensor]) -> _Given:
+_Pairs = Collection[tuple[torch.Tensor, torch.Tensor]]
+"""Parameters, each with its master."""
+
+
+def _give(pairs: _Pairs) -> _Given:
     """Gives each parameter's marks and gradient, in fp32, to the master."""
     given: _Given = []
-    for param, master in masters.items():
+    for param, master in pairs:
         if param.__dict__:  # marks that some optimizers look for
             master.__dict__.update(param.__dict__)
         grad = param.grad
@@ -528,11 +535,9 @@ def _give(masters: Mapping[torch.Tensor, torch.Tensor]) -> _Given:
     return given
 
 
-def _take(
-    masters: Mapping[torch.Tensor, torch.Tensor], given: _Given, over: bool = True
-) -> None:
+def _take(pairs: _Pairs, given: _Given, over: bool = True) -> None:
     """Takes the gradients back, and counts writes to masters as the parameters'."""
-    for (param, master), (grad, version) in zip(masters.items(), given, strict=True):
+    for (param, master), (grad, version) in zip(pairs, given, strict=True):
         if compat.version(master) != version or (over and grad is not None):
             # A write through `.data` moves no version counter, and a backward over a
             # graph that has saved the weight must raise, as after any other step.

@@ -128,7 +128,11 @@ class UpdateMeter:
             return
         kept = masters_in(optimizer)
         before = {param: copy.detach().clone() for param, copy in instead.items()}
-        body(part_of(optimizer, instead, states))
+        by_id = {id(param): copy for param, copy in instead.items()}
+        of_copies: dict[torch.Tensor, Any] = {
+            instead[param]: state for param, state in states.items()
+        }
+        body(part_of(optimizer, by_id, of_copies))
         for param, copy in instead.items():
             meant = copy.detach() - before[param]
             if param in kept:

@@ -69,24 +69,23 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 def part_of(
     optimizer: Optimizer,
-    instead: Mapping[torch.Tensor, torch.Tensor],
+    instead: Mapping[int, torch.Tensor],
     state: Mapping[torch.Tensor, Any],
 ) -> Optimizer:
     """An optimizer of the same class and settings for some of the parameters.
 
     Args:
-        instead: the tensor that takes the place of each parameter.
-        state: the state of each parameter that has one.
+        instead: the tensor that takes a parameter's place, by the parameter's id.
+        state: the state of each of these tensors that has one.
     """
     part: Any = object.__new__(type(optimizer))
     part.__dict__.update(optimizer.__dict__)
-    groups = [
-        {**group, "params": [instead[p] for p in group["params"] if p in instead]}
-        for group in optimizer.param_groups
-    ]
-    part.param_groups = [group for group in groups if group["params"]]
-    part.state = defaultdict(dict)
-    part.state.update({new: state[p] for p, new in instead.items() if p in state})
+    part.param_groups = []
+    for group in optimizer.param_groups:
+        params = [instead[i] for i in map(id, group["params"]) if i in instead]
+        if params:
+            part.param_groups.append({**group, "params": params})
+    part.state = defaultdict(dict, state)
     made: Optimizer = part
     return made
 

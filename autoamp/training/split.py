@@ -41,93 +41,120 @@ class Chunk:
 
     Attributes:
         params: the parameters.
+        masters: the masters, which hold numbers between `open` and `close`.
     """
 
     def __init__(
         self, params: Sequence[torch.Tensor], values: Sequence[torch.Tensor] = ()
     ) -> None:
         """The masters begin as `values`, fp32, or else as the parameters themselves."""
-        self.params = list(params)
+        self.params, count = [*params], len(params)
         self._forms = [*map(_form, self._parts())]
         size = sum(shape.numel() for shape, *_ in self._forms)
-        device = self.params[0].device
-        self._low = torch.zeros(size, dtype=torch.int16, device=device)
+        self._low = torch.zeros(size, dtype=torch.int16, device=params[0].device)
         self._ties = self._low.new_empty(0, dtype=torch.int64)
-        self._clones: list[torch.Tensor | None] = [None] * len(params)
-        self._addresses: list[Hashable] = [None] * len(params)
-        self._idle = [0] * len(params)
-        self._memories: list[compat.Memory | None] = [None] * len(params)
+        self._flat = torch.empty_like(self._low, dtype=torch.float32)
+        self._views = [*self._views_of(self._flat)]
+        self.masters = self._new_masters()
+        self._clones: list[torch.Tensor | None] = [None] * count
+        self._addresses: list[Hashable] = [None] * count
+        self._idle = [0] * count
+        self._memories: list[compat.Memory | None] = [None] * count
         if values:
-            flat = self._memory()
-            compat.copy_all([*self._views(flat)], list(map(compat.local_part, values)))
-            self._keep(flat)
+            compat.copy_all(self._views, [*map(compat.local_part, values)])
+            self._keep()
+        self._free()
         self._watch()
 
     @property
     def nbytes(self) -> int:
-        """The memory that the masters take beside the parameters."""
+        """The memory that the masters take beside the parameters, between steps."""
         return self._low.nbytes + self._ties.nbytes
 
     def fits(self) -> bool:
         """Whether the parameters still have the memory format they had."""
-        return [_form(part) for part in self._parts()] == self._forms
+        return [*map(_form, self._parts())] == self._forms
 
-    def masters(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The masters as fp32 numbers: one block of memory, and each one's part of it.
+    def open(self) -> None:
+        """Gives the masters their fp32 numbers, and memory to hold these.
 
         Where other code has written to a parameter, the master is what was written.
         """
+        self._flat.untyped_storage().resize_(self._flat.numel() * 4)
         parts = self._parts()
-        flat = self._memory()
-        views = [*self._views(flat)]
-        for view, part, clone in zip(views, parts, self._clones, strict=True):
-            if clone is not None or part.shape == view.shape:
-                view.copy_(part if clone is None else clone)
-        bits = flat.view(torch.int32)
+        all_there = all(clone is not None for clone in self._clones)
+        as_left = all_there and [*map(compat.data_address, parts)] == self._addresses
+        halves = [*parts]
+        if not as_left:
+            for at, (part, clone) in enumerate(zip(parts, self._clones, strict=True)):
+                if clone is not None:
+                    halves[at] = clone
+                elif part.shape != self._views[at].shape:  # nobody reads this master
+                    halves[at] = self._views[at]
+        compat.copy_all(self._views, halves)
+        bits = self._flat.view(torch.int32)
         bits += self._low
         bits[self._ties] += 1 << 16
-        for at, (view, part) in enumerate(zip(views, parts, strict=True)):
-            watched = self._clones[at] is not None
-            moved = compat.data_address(part) != self._addresses[at]
-            written = False
-            if (moved or not watched) and _form(part) == self._forms[at]:
-                written = follow(view, part)
-            if watched:
-                # Something asks for an address to write to, and reads.
-                idle = moved and not written and self._lies(at)
-                self._idle[at] = self._idle[at] + 1 if idle else 0
-        return flat, views
+        if not as_left:
+            self._follow(parts)
 
-    def wrapped(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The masters in `views` as parameters, sharded as the half parameters are."""
-        pairs = zip(views, self.params, strict=True)
-        # `data` counts its own writes: those to one master are not the others'.
-        return [
-            torch.nn.Parameter(compat.with_memory(p.detach(), view.data))
-            for view, p in pairs
-        ]
-
-    def keep(self, flat: torch.Tensor) -> None:
-        """Rounds the masters in `flat`, from `masters`, into the parameters."""
+    def close(self) -> None:
+        """Rounds the masters into the parameters, and frees the masters' memory."""
         self.let_go()
-        compat.copy_all(self._parts(), [*self._views(flat)])
-        self._keep(flat)
+        own = [compat.own_memory(each.data) for each in self.masters]
+        if [*map(compat.data_address, own)] != [*map(compat.data_address, self._views)]:
+            # The step has given some `master.data` other memory.
+            for view, now in zip(self._views, own, strict=True):
+                view.copy_(now)
+            self.masters = self._new_masters()
+        compat.copy_all(self._parts(), self._views)
+        self._keep()
+        self._free()
         self._watch()
+
+    def values(self) -> list[torch.Tensor]:
+        """Copies of the masters, as parameters."""
+        self.open()
+        flat = self._flat.clone()
+        self._free()
+        return self._as_params([*self._views_of(flat)])
 
     def let_go(self) -> None:
         """Watches the parameters' memory no more."""
-        watched = [clone is not None for clone in self._clones]
-        self._clones = [None] * len(watched)
-        for part, was in zip(self._parts(), watched, strict=True):
-            if was:
-                compat.end_lazy_clone(part)
+        watched = [at for at, clone in enumerate(self._clones) if clone is not None]
+        self._clones = [None] * len(self.params)
+        for at in watched:
+            compat.end_lazy_clone(compat.own_memory(self.params[at]))
 
-    def _keep(self, flat: torch.Tensor) -> None:
-        bits = flat.view(torch.int32)
+    def _keep(self) -> None:
+        """Keeps what the parameters lack of the masters."""
+        bits = self._flat.view(torch.int32)
         self._low.copy_(bits)  # the lower 16 bits: the conversion drops the upper ones
         at = (self._low == _TIE).nonzero().flatten()
-        rest = bits[at] - flat[at].bfloat16().float().view(torch.int32)
+        rest = bits[at] - self._flat[at].bfloat16().float().view(torch.int32)
         self._ties = at[rest != _TIE]
+
+    def _follow(self, parts: Sequence[torch.Tensor]) -> None:
+        """Has a master be what was written to its parameter, element by element."""
+        fit = [
+            _form(part) == form for part, form in zip(parts, self._forms, strict=True)
+        ]
+        now = torch.empty_like(self._flat, dtype=torch.bfloat16)
+        pairs = zip(fit, parts, self._views, strict=True)
+        compat.copy_all(
+            [*self._views_of(now)],
+            [part if good else view for good, part, view in pairs],
+        )
+        rounded = self._flat.bfloat16().view(torch.int16)
+        differs = rounded != now.view(torch.int16)  # bits, since NaN is not NaN
+        torch.where(differs, now.float(), self._flat, out=self._flat)
+        for at, differing in enumerate(self._views_of(differs)):
+            if self._clones[at] is None:
+                continue
+            # Something asks for an address to write to, and reads.
+            moved = compat.data_address(parts[at]) != self._addresses[at]
+            idle = moved and self._lies(at) and not differing.any()
+            self._idle[at] = self._idle[at] + 1 if idle else 0
 
     def _watch(self) -> None:
         # No local of a caller may share the parameters' memory: holders are counted.
@@ -137,8 +164,8 @@ class Chunk:
         # memory that is shared with others goes unseen.
         with torch.no_grad():
             for at, each in enumerate(own):
-                rests = self._idle[at] >= _IDLE
-                if rests or not (each.is_cpu and compat.held_alone(each)):
+                rests = self._idle[at] >= _IDLE or not each.is_cpu
+                if rests or not compat.held_alone(each):
                     self._clones[at] = None
                     continue
                 self._clones[at] = compat.lazy_clone(each)
@@ -154,12 +181,23 @@ class Chunk:
 
     def _parts(self) -> list[torch.Tensor]:
         # `data`, since the writes to it are counted where the step is known to write.
-        return [compat.local_part(param.data) for param in self.params]
+        return [compat.own_memory(param.data) for param in self.params]
 
-    def _memory(self) -> torch.Tensor:
-        return torch.empty_like(self._low, dtype=torch.float32)
+    def _free(self) -> None:
+        self._flat.untyped_storage().resize_(0)
 
-    def _views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    def _new_masters(self) -> list[torch.Tensor]:
+        return self._as_params(self._views)
+
+    def _as_params(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Parameters in the memory of `views`, sharded as the half parameters are."""
+        # `data` counts its own writes: those to one master are not the others'.
+        return [
+            torch.nn.Parameter(compat.with_memory(p.detach(), view.data))
+            for view, p in zip(views, self.params, strict=True)
+        ]
+
+    def _views_of(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
         """Each parameter's part of `flat`, in the memory format of the parameter."""
         begin = 0
         for shape, strides, *_ in self._forms:
