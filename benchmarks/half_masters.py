@@ -1,27 +1,22 @@
-"""`python -m benchmarks.half_masters`: bf16 weights with fp32 masters, split or whole.
-
-A small GPT is trained in fp32 on the source of Python's standard library, then
-fine-tuned on the language reference that Python's `help()` shows, in fp32 and in bf16.
-The bytes and the times are those of GPT-2 with 6 layers.  `--part` measures one part
-anew and keeps the figures of the others.
-"""
+"""`python -m benchmarks.half_masters`: half weights with masters, split or whole."""
 
 from __future__ import annotations
 
 import argparse
-import functools
-import hashlib
 import json
-import multiprocessing
-import statistics
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from functools import cache, partial
+from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
+from pydoc_data.topics import topics as pydoc_topics
+from statistics import mean, median
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -33,67 +28,48 @@ from autoamp.training.meter import METERS, UpdateMeter, shares_of
 
 from . import report
 from .report import Data, markdown, option
-from .timing import interleaved, keep_freed_memory, ratios
+from .timing import interleaved, keep_freed_memory, ratios, seconds
 
 FP32, PLAIN, WHOLE, SPLIT = "fp32", "plain bf16", "fp32 masters", "split masters"
-NO_METER = "split masters, no meter"
 RATE, OTHER_RATES, SEEDS, FEW = 3e-5, (1e-5, 1e-4), 5, 3
 PRETRAINING, STEPS, BATCH, CONTEXT = 2000, 500, 4, 64
-ROUNDS, WARM_UP, METERED_S = 7, 3, 60.0
-
-NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-SMALL = GPT2Config(
-    **{"vocab_size": 256, "n_positions": CONTEXT, "n_embd": 192, "n_layer": 3},
-    **{"n_head": 4, "bos_token_id": 0, "eos_token_id": 0, **NO_DROPOUT},
-)
+ROUNDS, WARM_UP, METERED_S = 7, 2, 60.0
+SIZES = {"vocab_size": 256, "n_positions": CONTEXT, "n_embd": 192, "n_layer": 3}
+SMALL = GPT2Config(n_head=4, bos_token_id=0, eos_token_id=0, **SIZES)
 """A GPT of 1.4 M weights that reads bytes."""
 
 
 def with_masters(model: nn.Module, optimizer: Any, way: str) -> None:
     """Gives an optimizer the masters of a way, and a meter where it has none."""
-    if way in (WHOLE, SPLIT, NO_METER):
-        masters = "fp32" if way == WHOLE else "split"
-        autoamp.convert(model, optimizer, masters=masters)
-    elif way == PLAIN:
+    if way == PLAIN:
         UpdateMeter(optimizer)
-    if way == NO_METER:
-        METERS[optimizer].remove()
+    elif way != FP32:
+        autoamp.convert(model, optimizer, masters="fp32" if way == WHOLE else "split")
 
 
-# -- fine-tuning -----------------------------------------------------------------------
-
-
-@functools.cache
-def source() -> Tensor:
-    """The bytes of the modules in the top folder of the standard library."""
+@cache
+def texts() -> tuple[Tensor, ...]:
+    """Bytes: of the standard library; of the reference; of its topics held out."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(f for f in folder.glob("*.py") if "_sysconfigdata" not in f.name)
-    return codes(b"".join(file.read_bytes() for file in files))
+    topics = [pydoc_topics[name].encode() for name in sorted(pydoc_topics)]
+    train = [text for i, text in enumerate(topics) if i % 5 != 4]
+    parts = [file.read_bytes() for file in files], train, topics[4::5]
+    return tuple(torch.tensor(list(b"".join(part))) for part in parts)
 
 
-@functools.cache
-def reference() -> tuple[Tensor, Tensor]:
-    """The bytes of Python's reference: to train on, and every fifth topic held out."""
-    from pydoc_data.topics import topics
-
-    texts = [topics[name].encode() for name in sorted(topics)]
-    train = b"".join(text for i, text in enumerate(texts) if i % 5 != 4)
-    return codes(train), codes(b"".join(texts[4::5]))
-
-
-def codes(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-
-
-def windows(text: Tensor, starts: Tensor) -> Tensor:
-    return text[starts[:, None] + torch.arange(CONTEXT)]
-
-
-def batches(text: Tensor, batch: int, seed: int) -> Iterator[Tensor]:
+def batches(text: Tensor, size: int, seed: int, steps: int) -> Tensor:
+    """Parts of a text at random places, (steps, size, CONTEXT)."""
     generator = torch.Generator().manual_seed(seed)
-    while True:
-        places = len(text) - CONTEXT, (batch,)
-        yield windows(text, torch.randint(*places, generator=generator))
+    places = len(text) - CONTEXT, (steps, size, 1)
+    return text[torch.randint(*places, generator=generator) + torch.arange(CONTEXT)]
+
+
+def take_step(model: nn.Module, optimizer: Any, ids: Tensor) -> float:
+    """A step of training; the seconds of the optimizer's part."""
+    optimizer.zero_grad()
+    model(input_ids=ids, labels=ids).loss.backward()
+    return seconds(optimizer.step, "cpu")
 
 
 @torch.no_grad()
@@ -101,63 +77,49 @@ def held_out_loss(weights: dict[str, Tensor]) -> float:
     """The loss in nats a byte, with the weights cast to fp32, on the held-out text."""
     model = GPT2LMHeadModel(SMALL).eval()
     model.load_state_dict({name: each.float() for name, each in weights.items()})
-    text = reference()[1]
-    parts = windows(text, torch.arange(0, len(text) - CONTEXT, CONTEXT)).split(64)
-    each = [model(input_ids=p, labels=p).loss.item() * len(p) for p in parts]
-    return sum(each) / sum(map(len, parts))
+    ids = texts()[2].unfold(0, CONTEXT, CONTEXT)
+    return float(model(input_ids=ids, labels=ids).loss)
 
 
-def pretrained(path: str) -> None:
-    """Writes the weights of a GPT that has learned to read Python's source."""
+def pretrained(path: str) -> Data:
+    """Trains a GPT in fp32 on Python's source, and writes its weights."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(SMALL)
+    model = GPT2LMHeadModel(SMALL).eval()  # without dropout
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.1)
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, PRETRAINING)
-    for _, ids in zip(
-        range(PRETRAINING), batches(source(), 2 * BATCH, 0), strict=False
-    ):
-        optimizer.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
+    for ids in batches(texts()[0], 2 * BATCH, 0, PRETRAINING):
+        take_step(model, optimizer, ids)
         rate.step()
     torch.save(model.state_dict(), path)
+    return {"loss": held_out_loss(model.state_dict()), "moved": 0.0, "updates": {}}
 
 
-def finetuned(job: tuple[str, str, float, int]) -> Data:
+def finetuned(path: str, way: str, rate: float, seed: int) -> Data:
     """One fine-tuning, on one thread: AdamW, constant rate, one order of the data."""
-    path, way, rate, seed = job
     torch.set_num_threads(1)
-    dtype = torch.float32 if way == FP32 else torch.bfloat16
-    model = GPT2LMHeadModel(SMALL)
+    model = GPT2LMHeadModel(SMALL).eval()  # without dropout
     model.load_state_dict(torch.load(path))
-    model.to(dtype)
+    model.to(torch.float32 if way == FP32 else torch.bfloat16)
     norms = [m.weight for m in model.modules() if isinstance(m, nn.LayerNorm)]
     before = torch.cat([w.detach().clone() for w in norms])
     optimizer = torch.optim.AdamW(model.parameters(), rate)
     with_masters(model, optimizer, way)
-    order = batches(reference()[0], BATCH, seed)
-    for _, ids in zip(range(STEPS), order, strict=False):
-        optimizer.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
+    for ids in batches(texts()[1], BATCH, seed, STEPS):
+        take_step(model, optimizer, ids)
     moved = torch.cat([w.detach() for w in norms]) != before
-    weights = model.state_dict()
-    bits = b"".join(w.float().numpy().tobytes() for w in weights.values())
-    found = {
-        **{"way": way, "rate": rate, "seed": seed, "loss": held_out_loss(weights)},
-        **{"norm_weights": len(moved), "norm_weights_moved": int(moved.sum())},
+    return {
+        "loss": held_out_loss(model.state_dict()),
+        "moved": moved.float().mean().item(),
         "updates": {each.kind: each.share for each in shares_of(model)},
-        "weights": hashlib.sha256(bits).hexdigest()[:12],
     }
-    print(found, flush=True)
-    return found
 
 
 def training() -> Data:
-    """The final losses of all ways at `RATE`, and of most at `OTHER_RATES`."""
-    begin = time.perf_counter()
-    spawn = multiprocessing.get_context("spawn")
+    """A GPT of 1.4 M weights learns Python's standard library in fp32, then Python's
+    language reference in 500 steps of AdamW: the loss on held-out text, nats a byte,
+    with the weights cast to fp32, over 5 orders of the data (3 at the other rates).
+    "Updates made" is the share that a step in bf16 makes, by the meter."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder, "pretrained.pt"))
         # Whole masters are the split ones to the bit, which the runs at `RATE` show.
@@ -167,12 +129,132 @@ def training() -> Data:
             for way in (FP32, PLAIN, SPLIT, *[WHOLE] * (rate == RATE))
             for seed in range(SEEDS if rate == RATE else FEW)
         ]
-        with ProcessPoolExecutor(2, mp_context=spawn) as pool:
-            pool.submit(pretrained, path).result()
-            start = torch.load(path)
-            runs = [*pool.map(finetuned, jobs)]
-    losses = {
-        "loss_before": held_out_loss(start),
-        "loss_rounded": held_out_loss({n: w.bfloat16() for n, w in start.items()}),
-    }
-    return {**losses, "seconds": time.perf_counter() - begin, "runs": runs}
+        with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+            start = pool.submit(pretrained, path).result()
+            found = [*pool.map(finetuned, *zip(*jobs, strict=True))]
+    runs: dict[str, list[Data]] = {"before, fp32": [start]}
+    for (_, way, rate, _), run in zip(jobs, found, strict=True):
+        runs.setdefault(f"{rate:g}, {way}", []).append(run)
+    rows = []
+    for name, group in runs.items():
+        losses, moved = ([run[key] for run in group] for key in ("loss", "moved"))
+        told = {"mean": mean(losses), "least": min(losses), "most": max(losses)}
+        row: Data = {what: round(loss, 4) for what, loss in told.items()}
+        row["norm weights moved"] = f"{mean(moved):.0%}"
+        for kind in ("norm", "embedding", "other", "bias"):
+            shares = [run["updates"][kind] for run in group if run["updates"]]
+            row[f"{kind}: updates made"] = f"{mean(shares):.0%}" if shares else ""
+        rows.append({"rate, way": name, **row})
+    return {"rows": rows, "runs": runs}
+
+
+class Way:
+    """GPT-2 with 6 layers in bf16, trained one way by AdamW."""
+
+    def __init__(self, way: str, fused: bool | None = None, length: int = 128) -> None:
+        self.model = GPT2LMHeadModel(GPT2Config(n_layer=6)).bfloat16()
+        weights = self.model.parameters()
+        self.optimizer = torch.optim.AdamW(weights, RATE, fused=fused)
+        with_masters(self.model, self.optimizer, way)
+        self.ids = torch.randint(0, 50257, (4, length))
+        self.alone: list[float] = []
+
+    def step(self) -> None:
+        self.alone.append(take_step(self.model, self.optimizer, self.ids))
+
+
+def memory() -> Data:
+    """Bytes a weight of GPT-2 with 6 layers (82 M weights, 38.6 M of them in one
+    embedding): held before a step of the optimizer, and what the step holds besides."""
+    rows = []
+    for fused, name in product((None, True), (PLAIN, WHOLE, SPLIT)):
+        held, way = Held(torch.device("cpu")), Way(name, fused, 2)
+        METERS[way.optimizer].remove()  # it looks at some steps only
+        way.step()  # leaves the gradients, which another step may use
+        params = [*way.model.parameters()]
+        states = [s for each in way.optimizer.state.values() for s in each.values()]
+        grads = [p.grad for p in params if p.grad is not None]
+        kinds = {"weights": params, "gradients": grads, "state": states}
+        sizes = {kind: sum(t.nbytes for t in kinds[kind]) for kind in kinds}
+        before, most = held.more(), held.peak(way.optimizer.step) or 0
+        sizes["masters"] = before - sum(sizes.values())
+        sizes |= {"in a step besides": most - before, "most": most}
+        each = sum(p.numel() for p in params)
+        row = {part: round(size / each, 2) for part, size in sizes.items()}
+        rows.append({"way": f"fused={fused}, {name}", **row})
+        del way, params, states, grads, kinds
+    return {"rows": rows}
+
+
+def times() -> Data:
+    """That GPT-2 on 4 x 128 tokens: medians of interleaved rounds, and of the ratios of
+    each round. Other programs ran on the machine meanwhile."""
+    keep_freed_memory()
+    rows, found = [], {}
+    for fused in (None, True):
+        ways = {way: Way(way, fused) for way in (PLAIN, WHOLE, SPLIT)}
+        METERS[ways[PLAIN].optimizer].remove()
+        steps = {way: each.step for way, each in ways.items()}
+        interleaved(steps, WARM_UP)
+        found[f"fused={fused}, training step"] = interleaved(steps, ROUNDS)
+        alone = {way: each.alone[-ROUNDS:] for way, each in ways.items()}
+        found[f"fused={fused}, optimizer's part"] = alone
+    for what, taken in found.items():
+        told = {f"{way}, ms": round(median(s) * 1e3) for way, s in taken.items()}
+        for base in (PLAIN, WHOLE):
+            told[f"split / {base}"] = round(ratios(taken, base)[SPLIT], 2)
+        rows.append({"": what, **told})
+    return {"rows": rows, "seconds": found}
+
+
+def meter() -> Data:
+    """The share of the time of training that GPT-2 that the meter takes, by a clock
+    round each of its calls."""
+    rows, calls = [], list[float]()
+
+    def timed(hook: Callable[..., None]) -> Any:
+        return lambda *args: calls.append(seconds(partial(hook, *args), "cpu"))
+
+    before, after = timed(UpdateMeter._before), timed(UpdateMeter._after)
+    with mock.patch.multiple(UpdateMeter, _before=before, _after=after):
+        for name in (PLAIN, SPLIT):
+            way = Way(name)
+            way.step()
+            calls.clear()
+            begin = time.perf_counter()
+            while (spent := time.perf_counter() - begin) < METERED_S:
+                way.step()
+            told = {"longest call, ms": round(max(calls) * 1e3, 1)}
+            told |= {"steps": len(way.alone) - 1, "seconds": round(spent)}
+            rows.append({"way": name, **told, "share": f"{sum(calls) / spent:.2%}"})
+    return {"rows": rows}
+
+
+PARTS = {part.__name__: part for part in (training, memory, times, meter)}
+
+
+def measure(given: argparse.Namespace) -> Data:
+    """The figures of one part beside those there are, or of all parts."""
+    path = given.out / "half_masters.json"
+    found = json.loads(path.read_text()) if given.part and path.exists() else {}
+    for part in [given.part] if given.part else PARTS:
+        found[part] = {"commit": report.commit(), **PARTS[part]()}
+    return {part: found[part] for part in PARTS if part in found}
+
+
+def text(data: Data) -> str:
+    """The page: a note and a table for each part."""
+    told = []
+    for part in [each for each in PARTS if each in data]:
+        rows = [[*map(str, row.values())] for row in data[part]["rows"]]
+        note = " ".join(str(PARTS[part].__doc__).split())
+        told.append(f"{note} Commit {data[part]['commit']}.")
+        told.append(markdown([*data[part]["rows"][0]], rows))
+    return report.page(data, *told)
+
+
+ONE = option("--part", None, "measures one part alone", choices=[*PARTS])
+TABLE = report.Table("half_masters", measure, text, options=(ONE,))
+
+if __name__ == "__main__":
+    raise SystemExit(TABLE.main())
