@@ -181,9 +181,8 @@ class _Steps:
 
     def before(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """The hook before every step."""
-        if self._is_compiling():
-            return None
-        self._look(optimizer)
+        if not self._is_compiling():
+            self._look(optimizer)
         return None if self.on is None else self.on(optimizer, args, kwargs)
 
     def meet(self, optimizer: Any) -> None:

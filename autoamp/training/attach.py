@@ -203,7 +203,7 @@ def take_on(optimizer: Optimizer) -> None:
     if options is None or options.masters == "off" or not _wants_masters(optimizer):
         return
     known = boundary_of(optimizer)
-    if known is not None and known.masters is not None:
+    if _has_masters(optimizer):
         return
     if foreign.engine_stepping():  # whose engine has masters of its own
         _decline(optimizer)
@@ -221,6 +221,26 @@ def take_on(optimizer: Optimizer) -> None:
         _met_by_masters.add(boundary)
     meter_of(boundary.optimizer)
     _say_made(boundary.masters, options)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _say_compiled() -> None:
+    """Says, while a compiler records a first step, that half weights have no masters.
+
+    Their gradients, state and places in the step are in the graph by then.
+    """
+    log_once(
+        logger,
+        logging.WARNING,
+        "autoamp: half-precision weights whose optimizer's first step is compiled have "
+        "no fp32 masters, and small updates are rounded away. Name the optimizer, "
+        "autoamp.convert(model, optimizer), or take the step outside of torch.compile",
+    )
+
+
+def _has_masters(optimizer: Optimizer) -> bool:
+    boundary = boundary_of(optimizer)
+    return boundary is not None and boundary.masters is not None
 
 
 def _decline(optimizer: Optimizer) -> None:
@@ -500,6 +520,9 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Called inside every step, with the optimizer itself as `args[0]`."""
     if torch.compiler.is_dynamo_compiling():  # a step the user compiles
+        wanted = bool(_expecting) and _expecting[0].masters != "off"
+        if wanted and not _has_masters(optimizer) and has_half(params_of(optimizer)):
+            _say_compiled()
         return None
     known = boundary_of(optimizer) is not None
     if _expecting:

@@ -126,6 +126,8 @@ class Masters:
             found.update(zip(chunk.params, chunk.values(), strict=True))
         return found
 
+    # The masters stand in the parameters' places for a step that no compiler records.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(
         self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -249,6 +251,7 @@ class Masters:
 
     # -- round a step --------------------------------------------------------------
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(
         self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn, optim
 import autoamp
 from autoamp.messages import bytes_text
 from tests.processes import run_script
+from tests.says import says
 from tests.training.half_programs import (
     BF16,
     FP16,
@@ -275,6 +276,23 @@ def test_a_model_made_fp32_takes_the_masters_digits_along() -> None:
     optimizer.step()
     assert torch.equal(model.norm.weight, digits)
     assert not torch.equal(optimizer.state[model.norm.weight]["exp_avg"], state)
+
+
+def test_a_step_that_is_compiled_is_told_of_masters(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Torch breaks a graph at each step: masters that are there are stepped outside."""
+    met, unmet = Net().to(BF16), Net().to(BF16)
+    for model in met, unmet:
+        optimizer = adam(model.parameters())
+        if model is met:
+            loop(model, optimizer, BF16)
+        before = model.norm.weight.detach().clone()
+        optimizer.step = torch.compile(optimizer.step, backend="eager")
+        loop(model, optimizer, BF16)
+        assert bool(masters_of(optimizer)) == (model is met)
+        assert torch.equal(model.norm.weight, before) == (model is unmet)
+    says(caplog.text, "first step is compiled", "no fp32 masters", "convert(model")
 
 
 def test_sparse_gradients() -> None:
