@@ -489,6 +489,8 @@ def cast_cost(group: Group, is_low: Callable[[str], bool]) -> int | None:
 
 # -- options ---------------------------------------------------------------------------
 
+_LEFT_OUT = "leaving out "
+
 _Change: TypeAlias = tuple[dict[str, Any], list[str]]
 """Options to change, and the words for the change."""
 
@@ -499,11 +501,13 @@ class Remedy:
 
     Attributes:
         words: the options, written as the present options were: keywords or variables.
+        paste: the options to add, in one line; "" where some are only left out.
         extra: the predicted cost above that of the present placement, without rewards.
         along: other nodes that would change precision too, in graph order.
     """
 
     words: str
+    paste: str
     extra: int
     along: tuple[str, ...]
 
@@ -524,10 +528,18 @@ def remedy_for(rewritten: Rewritten, name: str) -> Remedy | None:
             changed = (rewritten.assignment.low ^ low) - {name}
             return Remedy(
                 words=" and ".join(words),
+                paste=_pasted(words),
                 extra=_estimate(found) - _estimate(rewritten),
                 along=tuple(n for n in found.facts.nodes if n in changed),
             )
     return None
+
+
+def _pasted(words: Sequence[str]) -> str:
+    """Options in one line: keywords with commas, variables and flags with spaces."""
+    added = [word for word in words if not word.startswith(_LEFT_OUT)]
+    apart = " " if any(word.startswith(("AUTOAMP_", "--")) for word in added) else ", "
+    return apart.join(added)
 
 
 def _estimate(rewritten: Rewritten) -> int:
@@ -551,7 +563,7 @@ def candidates(rewritten: Rewritten, name: str) -> Iterator[_Change]:
         if dropped:
             given = getattr(options, option)
             first[option] = tuple(each for each in given if each not in dropped)
-            said.append(f"leaving out {options.advice(option, dropped)}")
+            said.append(f"{_LEFT_OUT}{options.advice(option, dropped)}")
     allow = [*options.allow, op]
     named: _Change = {"allow": tuple(allow)}, [options.advice("allow", allow)]
     forced: _Change = {"do_no_harm": False}, [options.advice("do_no_harm", False)]

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
 import torch
+from torch import nn
 
 import autoamp
 from benchmarks.browser import Browser, browsing, executable
@@ -61,6 +63,11 @@ class Page:
         found = f"document.querySelector({json.dumps(selector)}).innerText"
         return str(self.browser.run(found))
 
+    def drawn(self, selector: str) -> str:
+        """The text of the first element of the graph that matches."""
+        found = f"document.querySelector({json.dumps(selector)}).textContent"
+        return str(self.browser.run(found))
+
     def focused(self) -> str:
         """The id of the element that has the focus."""
         return str(self.browser.run("document.activeElement.id"))
@@ -82,9 +89,12 @@ def page(browser: Browser, written: Path) -> Iterator[Page]:
     browser.load(written)
     browser.wait("performance.getEntriesByName('drawn').length")
     text = browser.run("document.getElementById('data').textContent")
-    yield Page(browser, json.loads(text))
+    page = Page(browser, json.loads(text))
+    browser.click(f"#{page.group('blocks')}")  # the six blocks are folded at first
+    browser.press("Escape")
+    yield page
     assert browser.problems == []
-    assert browser.requests == [written.resolve().as_uri()]
+    assert {*browser.requests} == {written.resolve().as_uri()}
 
 
 def test_the_first_view_is_closed_modules_without_overlap(page: Page) -> None:
@@ -100,6 +110,128 @@ def test_the_first_view_is_closed_modules_without_overlap(page: Page) -> None:
     page.browser.press("E")
     assert page.shows(page.id_of("exp"))
     assert page.browser.run(overlaps) == 0
+
+
+def test_equal_blocks_are_folded_until_a_click(browser: Browser, written: Path) -> None:
+    browser.load(written)
+    browser.wait("performance.getEntriesByName('drawn').length")
+    text = browser.run("document.getElementById('data').textContent")
+    page = Page(browser, json.loads(text))
+    fold = page.group("blocks")
+    assert "blocks.0\u2013blocks.5 \u00d76" in page.drawn(f"#{fold}")
+    assert not page.shows(page.group("blocks.0"))
+    browser.click(f"#{fold}")
+    assert page.shows(page.group("blocks.0"))
+    assert page.shows(page.group("blocks.5"))
+    assert "6 blocks that are alike" in page.text("#node")
+    browser.click(f"#{fold} .header")
+    assert not page.shows(page.group("blocks.0"))
+
+
+def picked(page: Page) -> str:
+    """The id of the item whose details are shown; "" for none."""
+    return str(page.browser.run("document.querySelector('.picked')?.id ?? ''"))
+
+
+def test_a_link_leads_to_a_node_and_back_returns(page: Page, written: Path) -> None:
+    page.search("exp_3")
+    page.search("exp_4")
+    assert page.browser.run("location.hash") == "#node=exp_4"
+    page.browser.run("history.back()")
+    page.browser.wait("location.hash === '#node=exp_3'")
+    page.browser.wait(f"document.querySelector('#{page.id_of('exp_3')}.picked')")
+    page.browser.run("history.forward()")
+    page.browser.wait(f"document.querySelector('#{page.id_of('exp_4')}.picked')")
+    page.browser.run("location.hash = 'side=before&module=blocks.2'")
+    page.browser.wait(f"document.querySelector('#{page.group('blocks.2')}.picked')")
+    assert page.count("#side-before[aria-pressed='true']") == 1
+    page.browser.run("location.hash = 'node=<img src=x>'")
+    page.browser.wait("document.getElementById('node').innerText.includes('has no')")
+    assert "<img src=x>" in page.text("#node")
+    assert picked(page) == ""
+
+
+def test_a_link_opens_the_page_at_a_node_of_another_graph(page: Page) -> None:
+    body = page.document["graphs"][1]
+    name = next(n["name"] for n in body["nodes"] if n["decision"])
+    page.browser.run(f"location.hash = 'graph={body['key']}&node={name}'")
+    page.browser.wait("document.getElementById('graph').value === '1'")
+    assert page.browser.run("location.hash").endswith(name)
+    page.browser.run("location.reload()")
+    page.browser.wait("performance.getEntriesByName('drawn').length")
+    page.browser.wait("document.querySelector('.picked')")
+    assert name in page.text("#node")
+    assert page.browser.run("document.getElementById('graph').value") == "1"
+
+
+def test_heat_colours_by_predicted_cost(page: Page) -> None:
+    page.browser.press("h")
+    block = page.group("blocks.0")
+    nodes = page.document["graphs"][0]
+    cost = nodes["groups"][int(block[1:])]["costs"]["placed"]
+    heat = "document.getElementById('{}').style.getPropertyValue('--heat')"
+    fill = "getComputedStyle(document.querySelector('#{} .shape')).fill"
+    most = max(
+        nodes["groups"][int(page.group(f"blocks.{n}")[1:])]["costs"]["placed"]
+        for n in range(6)
+    )
+    share = float(page.browser.run(heat.format(block)).removesuffix("%"))
+    assert share == pytest.approx(100 * cost / most)
+    assert f"{cost / 10_000:.3g}" in page.drawn(f"#{block} .sub")
+    hot = page.browser.run(fill.format(block))
+    page.browser.press("h")
+    assert page.browser.run(fill.format(block)) != hot
+    assert "casts" in page.drawn(f"#{block} .sub")
+
+
+def test_the_map_moves_the_view(page: Page) -> None:
+    place = "document.getElementById('view').getAttribute('transform')"
+    for _ in range(6):
+        page.browser.press("+")
+    assert page.count("#map:not(.idle)") == 1
+    before = page.browser.run(place)
+    page.browser.click("#map")
+    assert page.browser.run(place) != before
+    page.browser.press("0")
+    assert page.count("#map.idle") == 1, "the window shows the whole graph"
+
+
+SAVE = """(async () => {
+  let saved;
+  const made = URL.createObjectURL;
+  URL.createObjectURL = (blob) => { saved = blob; return made(blob); };
+  HTMLAnchorElement.prototype.click = function () { this.wasClicked = true; };
+  document.getElementById("save").click();
+  return await saved.text();
+})()"""
+
+
+def test_the_graph_is_saved_as_one_svg_file(page: Page) -> None:
+    page.browser.press("E")
+    text = page.browser.run(SAVE)
+    found = ET.fromstring(text)
+    named = [each.text for each in found.iter("{http://www.w3.org/2000/svg}text")]
+    assert named.count("exp") == 6
+    assert "var(" not in text
+    assert "light-dark" not in text
+    assert any("</script>" in text for text in named if text)
+    assert "<img" not in text
+
+
+COPY = """(async () => {
+  const copied = [];
+  navigator.clipboard.writeText = async (text) => { copied.push(text); };
+  for (const each of document.querySelectorAll("#node .copy")) each.click();
+  await new Promise((go) => setTimeout(go, 20));
+  return [copied, document.querySelector("#node .copy").textContent];
+})()"""
+
+
+def test_a_cure_is_copied_by_a_button(page: Page) -> None:
+    page.browser.click(f"#{page.group('blocks.0')}")
+    copied, said = page.browser.run(COPY)
+    assert copied == ['keep=["blocks.0"]']
+    assert said == "Copied"
 
 
 def test_texts_fit_into_their_boxes(page: Page) -> None:
@@ -398,6 +530,20 @@ def test_plumbing_is_drawn_on_demand(browser: Browser, tmp_path: Path) -> None:
     page.search("bn1_running_var")  # which is drawn because it is asked for
     assert page.count(f"#{page.id_of('bn1_running_var')}.picked") == 1
     assert browser.problems == []
+
+
+def test_a_model_that_is_not_converted_gets_its_verdict_first(
+    browser: Browser, tmp_path: Path
+) -> None:
+    denied = explained(nn.Linear(8, 8), torch.randn(2, 8), deny=["linear"])
+    float64 = autoamp.Report("Net", (), (), [("Net", "it is in float64")])
+    for report, why in ((denied, "deny=linear"), (float64, "it is in float64")):
+        report.to_html(tmp_path / "kept.html")
+        browser.load(tmp_path / "kept.html")
+        browser.wait("performance.getEntriesByName('drawn').length")
+        first = browser.run("document.getElementById('overview').firstChild.innerText")
+        says(first, "Nothing is converted", "fp32", why)
+        assert browser.problems == []
 
 
 def test_a_report_without_graphs_says_so(browser: Browser, tmp_path: Path) -> None:

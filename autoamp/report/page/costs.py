@@ -146,6 +146,7 @@ def _remedies(section: Section, most: int) -> dict[str, dict[str, Any]]:
         for name in (row.name, *alike):
             entry = {
                 "words": remedy.words,
+                "paste": remedy.paste,
                 "extra": remedy.extra,
                 "along": len(remedy.along),
                 "risk": risk_of(rewritten.classified.verdicts[name]),

@@ -8,7 +8,7 @@ other script runs.
 Of the keys of the data, those that do not explain themselves are
 
 - `answers`: the answers of `print(report)`, in the same words and figures; `gains` is
-  null where nothing was converted;
+  null where nothing was converted, and `verdict` is empty where something runs low;
 - `budget`: null without a budget for error; `points` and `marks` have their `share` of
   fp32's time, and `chosen` is the place of the chosen point;
 - `graphs`: one entry per captured graph and per body, whose `key` is "0" or "0/body_0";
@@ -57,6 +57,8 @@ from autoamp.report.page.drawing import Drawing
 from autoamp.report.terminal import cost_text
 from autoamp.report.why import MEANINGS, Flips
 
+NOTHING = "Nothing is converted: the model runs in fp32, as before."
+
 SCHEMA = "autoamp.page"
 SCHEMA_VERSION = 1
 
@@ -90,7 +92,7 @@ def data_of(report: Document, advice: Callable[[], Sequence[str]]) -> dict[str, 
         "answers": attempt(
             "the summary",
             lambda: _answers(report, advice()),
-            lambda said: _no_answers([said]),
+            lambda said: _no_answers(report, [said]),
         ),
         "budget": _budget(report.frontier),
         "skipped": skipped,
@@ -104,10 +106,11 @@ def data_of(report: Document, advice: Callable[[], Sequence[str]]) -> dict[str, 
 def _answers(report: Document, advice: Sequence[str]) -> dict[str, Any]:
     low = report.compute_dtype
     if low is None:
-        return _no_answers(advice)
+        return _no_answers(report, advice)
     found = report.headline
     title, rows, sentence = gains_of(found, low)
     return {
+        "verdict": _verdict(report),
         "runs_low": [*runs_low(report, low)],
         "gains": {
             "title": title,
@@ -122,10 +125,35 @@ def _answers(report: Document, advice: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _no_answers(advice: Sequence[str]) -> dict[str, Any]:
-    """The answers where nothing was converted: what to do next, and nothing else."""
+def _no_answers(report: Document, advice: Sequence[str]) -> dict[str, Any]:
+    """The answers where nothing was converted: the verdict, and what to do next."""
     none: dict[str, list[Any]] = {"before": [], "after": []}
-    return {"runs_low": [], "gains": None, "figures": none, "next": list(advice)}
+    found = {"verdict": _verdict(report), "runs_low": [], "gains": None}
+    return {**found, "figures": none, "next": list(advice)}
+
+
+MOST_REASONS = 3
+"""The reasons that a verdict names."""
+
+
+def _verdict(report: Document) -> list[str]:
+    """Where nothing runs low: a sentence that says so, and the reasons, each in one."""
+    if report.compute_dtype is None:
+        if not report.skipped:
+            return ["No graph captured yet: call the model once, then ask again."]
+        reasons = [
+            f"{shorten(what)}: {why.rstrip('.')}." for what, why in report.skipped
+        ]
+    elif report.headline.low_ops:
+        return []
+    else:
+        reasons = [
+            f"{counted(group.count, 'op')} in fp32: {group.reason.rstrip('.')}."
+            for group in report.stayed
+        ]
+    more = len(reasons) - MOST_REASONS
+    last = [f"And {counted(more, 'more reason')}."] if more > 0 else []
+    return [NOTHING, *reasons[:MOST_REASONS], *last]
 
 
 def _before(found: Headline) -> list[dict[str, str]]:
@@ -233,6 +261,8 @@ def _decision(row: OpRow) -> dict[str, Any]:
         "heading": row.heading,
         "listed": row.listed,
         "bytes": row.bytes,
+        "cost": row.cost,
+        "cost_fp32": row.cost_fp32,
     }
 
 
@@ -300,7 +330,12 @@ SCRIPTS = (
     "stretch.js",
     "draw.js",
     "view.js",
+    "map.js",
     "state.js",
+    "heat.js",
+    "address.js",
+    "save.js",
+    "copy.js",
     "panel.js",
     "module.js",
     "budget.js",

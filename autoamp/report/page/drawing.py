@@ -11,7 +11,7 @@ model has none.  In such a case each call gets a box of its own.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile, zip_longest
 from operator import itemgetter
@@ -28,6 +28,7 @@ from autoamp.passes.see.facts import NodeFacts
 from autoamp.passes.see.nodes import tensors_of
 from autoamp.passes.write.emitted import is_use
 from autoamp.report.export import precision_of
+from autoamp.report.page.folding import CALL, Path, folded, folds_of, label_of
 from autoamp.report.why import undecided
 
 MOST_NODES = 40
@@ -35,11 +36,6 @@ MOST_NODES = 40
 
 MOST_CALLS = 40
 """A module that is called more often than this has one box for all calls."""
-
-_CALL = "\0"
-"""Separates the name of a module from the number of the call."""
-
-_Path = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -51,12 +47,14 @@ class Box:
         label: the text of the box.
         parent: index of the box around this box; -1 for the whole graph.
         is_part: whether the box is a part of a module.
+        folds: how many blocks that are alike the box folds; 0 for a plain box.
     """
 
     path: str
     label: str
     parent: int
     is_part: bool = False
+    folds: int = 0
 
 
 class Drawing:
@@ -89,7 +87,7 @@ class Drawing:
             for operand in read:
                 readers[operand].append(name)
         calls = _by_call({name: self._module(name) for name in names}, operands)
-        homes: dict[str, _Path] = {}
+        homes: dict[str, Path] = {}
         place: dict[str, int] = {}
         for name in reversed(names):
             own = calls[name]
@@ -101,6 +99,11 @@ class Drawing:
             late = self._kinds[name] in _LATE and behind
             place[name] = min(place[r] for r in behind) if late else self.index[name]
         drawn = sorted(names, key=lambda name: (place[name], self.index[name]))
+
+        def loops(inside: Sequence[str], among: Sequence[str]) -> bool:
+            return _loops(inside, sorted(among, key=self.index.__getitem__), operands)
+
+        homes = folded(homes, drawn, self._like, loops)
         self.boxes, self.box_of = _tree_of(homes, drawn, label)
 
     def node(self, name: str) -> dict[str, Any]:
@@ -124,6 +127,20 @@ class Drawing:
             "body": self._body(node),
             "is_plumbing": name in self._plumbing,
         }
+
+    def _like(self, name: str) -> Hashable:
+        """Equal for nodes that the page draws alike, whatever their names."""
+        sides = self._before.get(name), self._after.get(name)
+        drawn = [
+            (precision_of(node), len(node.all_input_nodes), *map(_described, values))
+            for node in sides
+            if node is not None
+            for values in [tensors_of(node.meta.get("val"))]
+        ]
+        op = self._node(name)
+        is_op = op.op not in ("placeholder", "get_attr")
+        called = target_name(op) if is_op else op.op
+        return self._kinds[name], called, sides[0] is None, tuple(drawn)
 
     def _side(self, node: fx.Node | None) -> dict[str, Any] | None:
         """A node in the graph before the pass, or in the graph after it."""
@@ -276,7 +293,7 @@ def _is_statistic(node: fx.Node, reader: fx.Node) -> bool:
 
 def _by_call(
     modules: Mapping[str, str | None], operands: Mapping[str, Sequence[str]]
-) -> dict[str, _Path | None]:
+) -> dict[str, Path | None]:
     """The module path of each node, with the number of the call where needed.
 
     `modules` has every node, in graph order, and None where no module called it.
@@ -286,7 +303,7 @@ def _by_call(
         for name, module in modules.items()
         if module is not None
     }
-    found: dict[str, _Path | None] = {name: paths.get(name) for name in modules}
+    found: dict[str, Path | None] = {name: paths.get(name) for name in modules}
     order = list(modules)
     waiting = [(list(paths), 0)]
     for names, depth in waiting:  # grows while it is walked
@@ -303,7 +320,7 @@ def _by_call(
             for number, run in enumerate(runs, 1):
                 for name in run:
                     path = found[name] or ()
-                    numbered = f"{segment}{_CALL}{number}"
+                    numbered = f"{segment}{CALL}{number}"
                     found[name] = (*path[:depth], numbered, *path[depth + 1 :])
                 waiting.append((run, depth + 1))
     return found
@@ -326,15 +343,15 @@ def _loops(
 
 
 def _tree_of(
-    homes: Mapping[str, _Path], order: Sequence[str], label: str
+    homes: Mapping[str, Path], order: Sequence[str], label: str
 ) -> tuple[list[Box], dict[str, int]]:
     """The boxes, parents before children, and the index of the box of each node.
 
     A module whose only content is one module shares a box with that module; `label` is
     the text of the outermost box.
     """
-    nodes: dict[_Path, list[str]] = defaultdict(list)
-    children: dict[_Path, dict[_Path, None]] = defaultdict(dict)
+    nodes: dict[Path, list[str]] = defaultdict(list)
+    children: dict[Path, dict[Path, None]] = defaultdict(dict)
     for name in order:
         path = homes[name]
         nodes[path].append(name)
@@ -342,24 +359,31 @@ def _tree_of(
             children[path[:depth]][path[: depth + 1]] = None
     boxes: list[Box] = []
     box_of: dict[str, int] = {}
-    waiting: list[tuple[_Path, _Path, int]] = [((), (), -1)]
+    waiting: list[tuple[Path, Path, int]] = [((), (), -1)]
     for path, above, parent in waiting:  # grows while it is walked: breadth first
         inner = path
         while path and not nodes[inner] and len(children[inner]) == 1:
             (inner,) = children[inner]
         here = len(boxes)
-        text = _label(inner[len(above) :]) or label
-        if text.isdigit() and above:
-            text = _label((*above[-1:], text))
-        module = ".".join(segment.partition(_CALL)[0] for segment in inner)
-        boxes.append(Box(module, text, parent))
+        real = [segment for segment in inner if not folds_of(segment)]
+        module = ".".join(segment.partition(CALL)[0] for segment in real)
+        folds = folds_of(inner[-1]) if inner else 0
+        is_part = bool(folds) and len(inner) == len(above) + 1
+        text = _label(inner[len(above) :], above) or label
+        boxes.append(Box(module, text, parent, is_part, folds))
         _place(nodes[inner], here, boxes, box_of)
         waiting.extend((child, inner, here) for child in children[inner])
     return boxes, box_of
 
 
-def _label(path: _Path) -> str:
-    return ".".join(path).replace(_CALL, ", call ")
+def _label(path: Path, above: Path) -> str:
+    """The text of the box of `path`, a path inside the box of `above`."""
+    if path and folds_of(path[-1]):
+        return label_of(path[-1], (*above, *path)[-2] if len(above + path) > 1 else "")
+    named = [segment for segment in above if not folds_of(segment)]
+    if len(path) == 1 and path[0].isdigit():
+        path = (*named[-1:], *path)
+    return ".".join(map(label_of, path))
 
 
 def _place(

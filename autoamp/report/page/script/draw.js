@@ -90,6 +90,7 @@ function drawBox(parent, drawing, box, x, y) {
   });
   if (item.isGroup) g.setAttribute("aria-expanded", String(Boolean(box.inner)));
   drawing.shown.set(item.id, { item, x, y, w: box.w, h: box.h, element: g, isOpen: Boolean(box.inner) });
+  if (item.folds && !box.inner) drawStack(g, box);
   drawShape(g, item, box);
   if (box.inner) {
     svg(g, "path", { class: "header", d: `M0 30V10q0 -10 10 -10h${box.w - 20}q10 0 10 10v20z` });
@@ -118,6 +119,11 @@ function drawBox(parent, drawing, box, x, y) {
 function drawBadge(g, box, number) {
   svg(g, "circle", { class: "badge", cx: box.w - 4, cy: 4, r: 11 });
   svg(g, "text", { class: "badge", x: box.w - 4, y: 8 }, String(number));
+}
+
+/** Two more boxes behind a closed fold. */
+function drawStack(g, { w, h }) {
+  for (const by of [8, 4]) svg(g, "rect", { class: "stacked", x: by, y: by, width: w, height: h, rx: 10 });
 }
 
 function drawShape(g, item, { w, h }) {

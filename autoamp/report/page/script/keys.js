@@ -4,7 +4,7 @@ const KEYS = [
   ["/", "search"], ["Arrows", "move between nodes and modules"],
   ["Enter", "open or close a module; show the details of a node"],
   ["Shift+Enter", "close the module around"], ["Escape", "close the details"],
-  ["b", "before or after the casts"], ["i", "fp32 islands"],
+  ["b", "before or after the casts"], ["i", "fp32 islands"], ["h", "heat: colour by predicted cost"],
   ["Shift+E", "expand all"], ["Shift+C", "collapse to the first view"],
   ["+  \u2212  0", "zoom in, zoom out, fit"], ["t", "light or dark"], ["?", "these keys"],
   ["Wheel, drag", "move the graph; with Ctrl the wheel zooms"],
@@ -60,7 +60,7 @@ function keysInGraph(event) {
 const ACTIONS = {
   "/": () => { searchBox.focus(); searchBox.select(); },
   b: () => showSide(state.side === "after" ? "before" : "after"),
-  i: () => filterIslands(!state.islands),
+  i: () => filterIslands(!state.islands), h: () => showHeat(!state.heat),
   E: expandAll, C: collapseAll, t: switchTheme, "?": () => document.getElementById("keys").showModal(),
   "+": () => zoomBy(1.25), "=": () => zoomBy(1.25), "-": () => zoomBy(0.8), 0: () => fitTo(whole()),
   Escape: () => state.picked && closeNode(),

@@ -15,6 +15,7 @@ function moduleDetails(group) {
   const casts = nodes.filter((n) => n.cast);
   const list = (some) => nodeList(some.map((n) => n.index));
   return [
+    group.folds ? h("p", {}, plural(group.folds, "block") + " that are alike: the same ops, shapes and precisions. A click on the box unfolds them.") : "",
     part("In figures", facts(moduleFigures(group, isBefore))),
     ...(isBefore ? [] : [inFp32(group), inLow(group)]),
     high.length ? part("Ops in fp32 here, and why", ...byReason(high).map(([reason, some]) =>
@@ -43,10 +44,11 @@ function moduleFigures(group, isBefore) {
 }
 
 /** The cost of keeping all ops of a module in fp32. */
-function inFp32({ path, costs: { keep } }) {
+function inFp32({ path, is_part: isPart, costs: { keep } }) {
   if (!keep) return "";
-  const option = path ? [h("p", { class: "note" }, h("code", {}, `keep=["${path}"]`), " keeps the module in fp32. Ops behind the module that read its fp32 values may then stay in fp32 too.")] : [];
-  return part("All of it in fp32 instead", h("p", {}, held(keep)), ...option);
+  const option = `keep=["${path}"]`;
+  const words = path && !isPart ? [h("p", { class: "note" }, h("code", {}, option), " ", copyButton(option), " keeps the module in fp32. Ops behind the module that read its fp32 values may then stay in fp32 too.")] : [];
+  return part("All of it in fp32 instead", h("p", {}, held(keep)), ...words);
 }
 
 /** The cost of lowering all ops of a module that may be low. */

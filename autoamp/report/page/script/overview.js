@@ -16,12 +16,13 @@ function showOverview() {
   const { answers } = report;
   const isBefore = state.side === "before";
   panel.replaceChildren(
+    ...(isBefore ? [] : verdict()),
     h("div", { class: "summary" }, answers.figures[state.side].map(({ value, title, note }) => figure(value, title, note))),
     ...gains(answers.gains),
     part("What runs low", isBefore ? h("p", {}, "Nothing: this is the graph before the pass.") : answers.runs_low.map((text) => h("p", {}, text)),
       report.explained_for ? h("p", { class: "note" }, "Explained for " + report.explained_for + ".") : ""),
     ...budgetPart(report.budget),
-    isBefore ? "" : part("What to do next", ...answers.next.map((text) => h("p", {}, text))));
+    ...(isBefore ? [] : nextSteps()));
   if (tables.ops.length) {
     const all = (row) => row.low + row.fp32;
     panel.append(table("Ops of this graph by category", isBefore ? ["category", "fp32"] : ["category", low, "fp32"],
@@ -32,6 +33,17 @@ function showOverview() {
   }
   if (tables.ops.length) panel.append(...placements(tables));
   if (report.skipped.length) panel.append(part("Not converted", skipped()));
+}
+
+/** What a reader must know first, where nothing is converted. */
+function verdict() {
+  const [first, ...reasons] = report.answers.verdict;
+  return first ? [h("section", { class: "verdict" }, h("h2", {}, first), ...reasons.map((text) => h("p", {}, text)))] : [];
+}
+
+function nextSteps() {
+  const { next } = report.answers;
+  return next.length ? [part("What to do next", ...next.map((text) => h("p", {}, text, " ", copyButton(text))))] : [];
 }
 
 /** The table of predicted gains, as print(report) shows it. */
@@ -161,6 +173,6 @@ function showLegend() {
     n.kind === "weight" ? "weight" : n.kind === "cast" ? (n.cast.every_call ? "cast" : "cast kept") : precisionClass(n[state.side].precision)));
   const entries = [["low", low], ["fp32", "fp32"], ["other", "other float"], ["none", "not a float"],
     ["weight", "weight"], ["cast", "cast"], ["cast kept", "weight cast, kept between calls"]];
-  list.replaceChildren(...entries.filter(([kind]) => present.has(kind)).map(([kind, text]) =>
-    h("li", {}, h("span", { class: "swatch " + kind }), text)));
+  list.replaceChildren(...(state.heat ? heatLegend() : entries.filter(([kind]) => present.has(kind)).map(([kind, text]) =>
+    h("li", {}, h("span", { class: "swatch " + kind }), text))));
 }

@@ -126,7 +126,8 @@ function remedied({ name, decision: { remedy, precision } }) {
   const { unit } = state.graph.raw.tables;
   const kind = unit === "bytes" ? "bytes kept for the backward" : "predicted time";
   const along = remedy.along ? "; " + plural(remedy.along, "other op") + " would change too" : "";
-  return h("p", {}, "By ", h("code", {}, remedy.words), ": " + amount(remedy.extra, unit, true) + " " + kind + along +
+  const copy = remedy.paste ? [" ", copyButton(remedy.paste)] : [];
+  return h("p", {}, "By ", h("code", {}, remedy.words), ...copy, ": " + amount(remedy.extra, unit, true) + " " + kind + along +
     (remedy.risk ? "; " + remedy.risk : "") + ".");
 }
 
@@ -199,6 +200,9 @@ function values(node) {
   const [before, after] = [lines(node.before), lines(node.after)];
   const code = (text) => text && h("code", { class: "lines" }, text);
   const rows = before === after ? [["Shape", code(before)]] : [["Before", code(before)], ["After", code(after)]];
+  const cost = costOf(node);
+  const { unit } = state.graph.raw.tables;
+  if (cost !== null) rows.push([unit === "bytes" ? "Kept" : "Time", amount(cost, unit) + ", predicted"]);
   if (node.decision?.bytes) rows.push(["Traffic", inBytes(node.decision.bytes) + " read and written in fp32"]);
   return before || after ? part("Values", facts(rows)) : "";
 }
@@ -228,9 +232,5 @@ function links(node) {
 
 function bodyButton(key) {
   const number = report.graphs.findIndex((g) => g.key === key);
-  const open = () => {
-    document.getElementById("graph").value = String(number);
-    showGraph(number);
-  };
-  return h("button", { type: "button", class: "link", onclick: open }, "open " + report.graphs[number].title);
+  return h("button", { type: "button", class: "link", onclick: () => chooseGraph(number) }, "open " + report.graphs[number].title);
 }

@@ -9,10 +9,12 @@ function start() {
   document.getElementById("help").addEventListener("click", ACTIONS["?"]);
   document.getElementById("theme").addEventListener("click", switchTheme);
   if (!report.graphs.length) return showEmpty();
-  chooseGraph();
-  listen();
+  listGraphs();
+  isRestoring = true;
   showGraph(0);
+  isRestoring = false;
   showLegend();
+  listen();
 }
 
 /** Shows why a report has no graphs, and hides the controls of a graph. */
@@ -21,18 +23,24 @@ function showEmpty() {
   empty.hidden = false;
   empty.textContent = report.skipped.length ? "Not converted: the model runs in fp32."
     : "No graph captured yet: call the model once, then ask again.";
-  for (const id of ["graph-field", "islands", "plumbing", "search", "expand-all", "collapse-all"]) {
+  for (const id of ["graph-field", "heat", "save", "islands", "plumbing", "search", "expand-all", "collapse-all"]) {
     document.getElementById(id).hidden = true;
   }
   document.querySelector(".switch").hidden = true;
   document.querySelector(".zoom").hidden = true;
-  if (report.skipped.length) document.getElementById("overview").append(part("Not converted", skipped()));
+  document.getElementById("overview").append(...verdict(), ...nextSteps(), report.skipped.length ? part("Not converted", skipped()) : "");
 }
 
-function chooseGraph() {
+function listGraphs() {
   const select = document.getElementById("graph");
   select.append(...report.graphs.map((g, i) => h("option", { value: String(i) }, g.title)));
-  select.addEventListener("change", () => { showGraph(Number(select.value)); showLegend(); });
+  select.addEventListener("change", () => chooseGraph(Number(select.value)));
+}
+
+function chooseGraph(number) {
+  document.getElementById("graph").value = String(number);
+  showGraph(number);
+  showLegend();
 }
 
 function listen() {
@@ -41,6 +49,8 @@ function listen() {
   on("side-after", () => showSide("after"));
   on("islands", () => filterIslands(!state.islands));
   on("plumbing", () => showPlumbing(!state.plumbing));
+  on("heat", () => showHeat(!state.heat));
+  on("save", saveSvg);
   on("expand-all", expandAll);
   on("collapse-all", collapseAll);
   on("zoom-in", () => zoomBy(1.25));
@@ -49,6 +59,8 @@ function listen() {
   listenToView();
   listenToSearch();
   listenToKeys();
+  listenToMap();
+  listenToAddress();
   canvas.addEventListener("click", (event) => {
     const element = event.target.closest(".item");
     if (!element) {

@@ -8,6 +8,7 @@ const state = {
   at: null, // id of the item that Tab reaches, from which the arrow keys start
   wrapped: false, // whether tall groups are laid out in columns
   plumbing: false, // whether running statistics and counters are drawn
+  heat: false, // whether items are coloured by their cost
   islands: false, shown: new Map(), edges: [],
 };
 const indexed = new Map();
@@ -27,6 +28,7 @@ function showGraph(number) {
   showReasons();
   showNode(null);
   document.getElementById("plumbing").hidden = !state.graph.nodes.some((n) => n.is_plumbing);
+  remember();
 }
 
 /** Draws the running statistics and counters, or leaves them out. */
@@ -50,7 +52,9 @@ function openAtFirst() {
   const open = new Set();
   let [level, shown] = [[groups[0]], items(groups[0])];
   while (level.length) {
-    const next = level.flatMap((g) => g.children).filter((g) => counts[g.index].nodes);
+    const next = level.flatMap((g) => g.children).filter((g) => counts[g.index].nodes && !g.folds);
+    // Beside a fold nothing is opened: the modules around it stand in one view with it.
+    if (level.some((g) => g.children.some((c) => c.folds))) break;
     const grown = shown + next.reduce((sum, g) => sum + items(g), 0);
     if (grown > MOST_AT_FIRST) {
       openModules(level, items, open, shown);
@@ -68,7 +72,7 @@ function openAtFirst() {
  */
 function openModules(level, items, open, shown) {
   for (const parent of level) {
-    const inner = parent.children.filter((g) => g.children.length && items(g));
+    const inner = parent.children.filter((g) => g.children.length && items(g) && !g.folds);
     const size = inner.reduce((sum, g) => sum + items(g), 0);
     if (inner.length > 3 && shown + size > MOST_AT_FIRST) continue;
     const opened = [];
@@ -99,7 +103,9 @@ function render(keep) {
     view.x += (before.x + before.w / 2 - after.x - after.w / 2) * view.k;
     view.y += (before.y - after.y) * view.k;
   }
+  drawMap();
   applyView();
+  paintHeat();
   mark();
   if (hadFocus && state.at) state.shown.get(state.at).element.focus({ preventScroll: true });
 }
@@ -148,6 +154,7 @@ function showSide(side) {
   if (side === "before" && state.islands) filterIslands(false);
   showOverview();
   showLegend();
+  remember();
   said.textContent = side === "before" ? "Graph before the casts" : "Graph after the casts";
 }
 
@@ -192,6 +199,7 @@ function pick(id) {
   showNode(id ? itemOf(state.graph, id) : null);
   if (id) showTab("node");
   mark();
+  remember();
 }
 
 /** Sets the classes that depend on the selection, the filter and the focus. */

@@ -15,6 +15,7 @@ function applyView() {
   viewElement.setAttribute("transform", `translate(${view.x} ${view.y}) scale(${view.k})`);
   canvas.classList.toggle("far", view.k < 0.4);
   nameFar();
+  frameMap();
 }
 
 /** Names the innermost open modules that have room for a name. */

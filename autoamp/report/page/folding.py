@@ -1,0 +1,118 @@
+"""Folds repeated blocks: layers that are alike get one box around them, "h.0 to h.11".
+
+The input is the module path of each node; in the output the path of a node in such a
+block has one more segment, a fold, before the segment of the block.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+LEAST = 3
+"""The least number of blocks that are folded."""
+
+CALL = "\0"
+"""Separates the name of a module from the number of the call."""
+
+_FOLD = "\1"
+"""Begins a fold; it separates the first block, the last block and their number."""
+
+Path = tuple[str, ...]
+
+
+def folded(
+    homes: Mapping[str, Path],
+    order: Sequence[str],
+    like: Callable[[str], Hashable],
+    loops: Callable[[Sequence[str], Sequence[str]], bool],
+) -> dict[str, Path]:
+    """The module paths `homes` with the folds in them.
+
+    Blocks are alike if they have the same nodes at the same places, in equal precision.
+
+    Args:
+        homes: node to the path of its module.
+        order: the nodes, as they are drawn.
+        like: node to a sign that is equal for equal nodes of two blocks.
+        loops: whether one box around the first nodes, among the second ones, would read
+            its own results; such blocks are not folded.
+
+    Example:
+        >>> homes = {f"exp_{n}": ("h", str(n)) for n in range(4)}
+        >>> found = folded(homes, list(homes), lambda name: 0, lambda *_: False)
+        >>> [folds_of(segment) for segment in found["exp_2"]]
+        [0, 4, 0]
+    """
+    members: dict[Path, list[str]] = defaultdict(list)
+    for name in order:
+        for depth in range(len(homes[name]) + 1):
+            members[homes[name][:depth]].append(name)
+    children: dict[Path, list[Path]] = defaultdict(list)
+    for path in members:
+        if path:
+            children[path[:-1]].append(path)
+    folds: dict[Path, str] = {}
+    for parent, blocks in children.items():
+        for run in _runs(blocks, homes, members, like):
+            inside = [name for block in run for name in members[block]]
+            if not loops(inside, members[parent]):
+                fold = _FOLD.join(("", run[0][-1], run[-1][-1], str(len(run))))
+                folds |= dict.fromkeys(run, fold)
+    return {
+        name: tuple(
+            segment
+            for depth in range(len(path))
+            for segment in (folds.get(path[: depth + 1]), path[depth])
+            if segment is not None
+        )
+        for name, path in homes.items()
+    }
+
+
+def _runs(
+    blocks: Sequence[Path],
+    homes: Mapping[str, Path],
+    members: Mapping[Path, Sequence[str]],
+    like: Callable[[str], Hashable],
+) -> list[list[Path]]:
+    """The longest runs of blocks that are numbered one after the other and alike."""
+    found: list[list[Path]] = [[]]
+    last: Hashable = None
+    for block in blocks:
+        base, number = _numbered(block[-1])
+        if number is None:
+            last = None
+            continue
+        inside = tuple(
+            (homes[name][len(block) :], like(name)) for name in members[block]
+        )
+        if (base, number - 1, inside) != last:
+            found.append([])
+        found[-1].append(block)
+        last = base, number, inside
+    return [run for run in found if len(run) >= LEAST]
+
+
+def _numbered(segment: str) -> tuple[str, int | None]:
+    """The name and the number of a block; None where it has no number."""
+    base, _, call = segment.partition(CALL)
+    number = call or base
+    return base if call else "", int(number) if number.isdecimal() else None
+
+
+def folds_of(segment: str) -> int:
+    """The number of blocks that a fold holds; 0 where `segment` is no fold."""
+    return int(segment.rpartition(_FOLD)[2]) if segment.startswith(_FOLD) else 0
+
+
+def label_of(segment: str, above: str = "") -> str:
+    """The text of a segment; `above` is the segment around a fold."""
+    if not segment.startswith(_FOLD):
+        return segment.replace(CALL, ", call ")
+    _, first, last, count = segment.split(_FOLD)
+    times = f"\N{MULTIPLICATION SIGN}{count}"
+    if CALL in first:
+        return f"{label_of(first)}\N{EN DASH}{last.partition(CALL)[2]} {times}"
+    start = f"{label_of(above)}." if above else ""
+    return f"{start}{first}\N{EN DASH}{start}{last} {times}"
