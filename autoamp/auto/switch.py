@@ -290,6 +290,11 @@ def enable_from_environment(
     return [*(patch.ours for patch in _patches[: len(stand_ins)]), before_step]
 
 
+def is_enabled() -> bool:
+    """Whether the automatic mode is on."""
+    return _mode is not None
+
+
 def disable() -> None:
     """Undoes `enable`: reverts models and optimizers, and converts no more models.
 

@@ -52,6 +52,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"tools"}),
     frozenset({"api"}),
     frozenset({"auto"}),
+    frozenset({"trainers"}),
     frozenset({"__init__", "autoamp_cli"}),
     frozenset({"__main__"}),
     frozenset({"autoamp_autoload"}),
