@@ -40,10 +40,16 @@ _STEPS = [inspect.unwrap(each.step) for each in _TORCH]
 _OF_MATRICES = [inspect.unwrap(each.step) for each in (optim.Adafactor, optim.Muon)]
 """Those that do not treat each element of a parameter by itself."""
 
-_PLAIN = {"closure", "len", "zip", "isinstance", "float", "int", "bool", "range"}
+_PLAIN = {
+    *("closure", "len", "zip", "isinstance", "float", "int", "bool", "range"),
+    *("filter", "hasattr", "getattr"),
+}
 """Functions that a step may call: none makes one value of several parameters."""
 
-_METHODS = {"get", "items", "float", "double", "no_grad", "enable_grad"}
+_METHODS = {
+    *("get", "items", "keys", "values", "float", "double", "no_grad", "enable_grad"),
+    *("finfo", "is_complex", "is_floating_point", "size", "dim", "tensor"),
+}
 """Names of methods and functions of torch that are no ops in its schemas."""
 
 
@@ -55,7 +61,9 @@ def body_of(optimizer: Optimizer) -> Callable[..., Any] | None:
     kind: Any = type(optimizer)
     # Torch marks the function that calls the hooks, and wraps the step with it.
     body = vars(kind.step).get("__wrapped__") if hasattr(kind.step, "hooked") else None
-    if body is None or not _steps_each_alone(inspect.unwrap(body), kind):
+    given = [(n, v) for n, v in vars(optimizer).items() if _is_function(v)]
+    step = inspect.unwrap(body) if body is not None else None
+    if step is None or not _steps_each_alone(step, kind, frozenset(given)):
         return None
     found: Callable[..., Any] = body
     return found
@@ -91,11 +99,12 @@ def part_of(
 
 
 @functools.lru_cache(maxsize=256)
-def _steps_each_alone(step: Any, kind: Any) -> bool:
+def _steps_each_alone(step: Any, kind: Any, given: frozenset[Any]) -> bool:
+    """Args: `given` are functions that an instance has as attributes, by name."""
     if step in _STEPS:
         return True
     try:
-        return _Reading(kind).visits_each_alone(step)
+        return _Reading(kind, dict(given)).visits_each_alone(step)
     except (OSError, TypeError, SyntaxError):  # there is no source to read
         return False
 
@@ -103,8 +112,8 @@ def _steps_each_alone(step: Any, kind: Any) -> bool:
 class _Reading:
     """Reads the code of one class's step, and of the functions that the step calls."""
 
-    def __init__(self, kind: type[Optimizer]) -> None:
-        self._kind = kind
+    def __init__(self, kind: type[Optimizer], given: Mapping[str, Any]) -> None:
+        self._kind, self._given = kind, given
         self._read: set[Any] = set()
 
     def visits_each_alone(self, function: Any) -> bool:
@@ -136,21 +145,20 @@ class _Reading:
             )
         if isinstance(node, ast.For | ast.While):
             return not _carries(node)
-        return not isinstance(node, ast.Global | ast.Nonlocal | ast.Lambda)
+        return not isinstance(node, ast.Global | ast.Nonlocal)
 
     def _may_call(self, called: ast.expr, names: dict[str, Any]) -> bool:
         if isinstance(called, ast.Name):
             value = names.get(called.id)
-            if isinstance(value, types.FunctionType):
+            if _is_function(value):
                 return self.visits_each_alone(value)
             error = getattr(builtins, called.id, None)
             raised = isinstance(error, type) and issubclass(error, Exception)
             return raised or called.id in _PLAIN
         name, owner = _attribute(called), getattr(called, "value", None)
         if isinstance(owner, ast.Name) and owner.id == "self":
-            method = getattr(self._kind, name, None)
-            ours = isinstance(method, types.FunctionType)
-            return ours and self.visits_each_alone(method)
+            method = self._given.get(name) or getattr(self._kind, name, None)
+            return _is_function(method) and self.visits_each_alone(method)
         if isinstance(owner, ast.Name) and names.get(owner.id) is math:
             return True
         return name in _METHODS or _is_op_of_one(name)
@@ -183,6 +191,10 @@ def _names_of(function: types.FunctionType) -> dict[str, Any]:
     return {**function.__globals__, **{name: c.cell_contents for name, c in cells}}
 
 
+def _is_function(value: object) -> bool:
+    return isinstance(value, types.FunctionType)
+
+
 def _attribute(node: object) -> str:
     return node.attr if isinstance(node, ast.Attribute) else ""
 
@@ -193,7 +205,7 @@ def _carries(loop: ast.For | ast.While) -> bool:
     A name that is set in the loop is set before it is read, and no name from outside
     the loop is written to in place.
     """
-    nodes = [*_in_order(loop.body)]
+    nodes = [node for each in loop.body for node in _in_order(each)]
     first: dict[str, object] = {}
     for node in nodes:
         if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
@@ -206,6 +218,7 @@ def _carries(loop: ast.For | ast.While) -> bool:
         return True
     target = loop.target if isinstance(loop, ast.For) else loop.test
     own = stored | {n.id for n in ast.walk(target) if isinstance(n, ast.Name)}
+    own |= {None, "torch"}  # a value that was just computed, `(a + b).sqrt_()`
     return any(
         _root(node) not in own and _attribute(getattr(node, "value", None)) != "state"
         for node in nodes
@@ -221,13 +234,29 @@ def _writes(node: ast.AST) -> bool:
     return stored and isinstance(node, ast.Attribute | ast.Subscript)
 
 
-def _in_order(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """The nodes of a loop's body in the order in which they are evaluated, roughly."""
-    for statement in body:
-        nodes = [*ast.walk(statement)]
-        if isinstance(statement, ast.Assign):  # the value comes before the target
-            nodes = [*ast.walk(statement.value), *nodes]
-        yield from nodes
+_LAST = {ast.Assign: "targets", ast.AnnAssign: "target", ast.NamedExpr: "target"}
+"""What is evaluated after the rest of a node; otherwise fields are in order."""
+
+
+def _in_order(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and all nodes in it, in the order in which they are evaluated.
+
+    The names in a `lambda` are its own.
+    """
+    yield node
+    if isinstance(node, ast.Lambda):
+        return
+    fields = [*ast.iter_fields(node)]
+    if isinstance(node, ast.For):
+        fields.sort(key=lambda field: field[0] != "iter")
+    elif hasattr(node, "generators"):
+        fields.sort(key=lambda field: field[0] != "generators")
+    else:
+        fields.sort(key=lambda field: field[0] == _LAST.get(type(node)))
+    for _, value in fields:
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, ast.AST):
+                yield from _in_order(each)
 
 
 def _root(node: ast.AST) -> str | None:

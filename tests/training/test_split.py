@@ -119,6 +119,40 @@ class Lion(Custom):
         return loss
 
 
+def exists(value: Any) -> bool:
+    return value is not None
+
+
+def update(p: Tensor, grad: Tensor, exp_avg: Tensor, rate: float, wd: float) -> None:
+    p.data.mul_(1.0 - rate * wd)
+    p.add_(exp_avg.clone().mul_(0.9).add(grad, alpha=0.1).sgn_(), alpha=-rate)
+    exp_avg.mul_(0.99).add_(grad, alpha=0.01)
+
+
+class ByAFunction(Custom):
+    """As the Lion of the package lion_pytorch."""
+
+    def __init__(self, params: Any) -> None:
+        self.update = update
+        self.first = 1e-3
+        super().__init__(params)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if exists(closure):
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in filter(lambda p: exists(p.grad), group["params"]):
+                grad, wd, state = p.grad, group["weight_decay"], self.state[p]
+                wd /= self.first
+                if len(state) == 0:
+                    state["exp_avg"] = torch.zeros_like(p)
+                self.update(p, grad, state["exp_avg"], group["lr"], wd)
+        return loss
+
+
 class Counting(Custom):
     """Counts its steps in a group and an attribute, and gives weights other memory."""
 
@@ -229,7 +263,8 @@ OF_TORCH: dict[str, Make] = {
     "asgd": lambda p: optim.ASGD(p, lr=1e-3),
     "adafactor": lambda p: optim.Adafactor(p, lr=1e-3),
 }
-ALONE: dict[str, Make] = {**OF_TORCH, "lion": Lion, "counting": Counting}
+ALONE: dict[str, Make] = {**OF_TORCH, "lion": Lion, "by_a_function": ByAFunction}
+ALONE["counting"] = Counting
 TOGETHER: list[Make] = [
     *(OfAllNorms, OfAStack, OfAnAttribute, OfAGroup, OfTheOneBefore, Noisy),
     *(WritesFirst, Calls, CallsAFunction, optim.LBFGS),
