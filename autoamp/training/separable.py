@@ -59,14 +59,13 @@ def body_of(optimizer: Optimizer) -> Callable[..., Any] | None:
     None for any other class.
     """
     kind: Any = type(optimizer)
-    # Torch marks the function that calls the hooks, and wraps the step with it.
-    body = vars(kind.step).get("__wrapped__") if hasattr(kind.step, "hooked") else None
-    given = [(n, v) for n, v in vars(optimizer).items() if _is_function(v)]
-    step = inspect.unwrap(body) if body is not None else None
-    if step is None or not _steps_each_alone(step, kind, frozenset(given)):
+    if not hasattr(kind.step, "hooked"):
         return None
-    found: Callable[..., Any] = body
-    return found
+    # Torch marks the function that calls the hooks so, and wraps the step with it.
+    body: Callable[..., Any] = kind.step.__wrapped__
+    given = frozenset((n, v) for n, v in vars(optimizer).items() if _is_function(v))
+    alone = _steps_each_alone(inspect.unwrap(body), kind, given)
+    return body if alone else None
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
@@ -218,7 +217,7 @@ def _carries(loop: ast.For | ast.While) -> bool:
         return True
     target = loop.target if isinstance(loop, ast.For) else loop.test
     own = stored | {n.id for n in ast.walk(target) if isinstance(n, ast.Name)}
-    own |= {None, "torch"}  # a value that was just computed, `(a + b).sqrt_()`
+    own |= {"", "torch"}  # a value that was just computed, `(a + b).sqrt_()`
     return any(
         _root(node) not in own and _attribute(getattr(node, "value", None)) != "state"
         for node in nodes
@@ -259,11 +258,11 @@ def _in_order(node: ast.AST) -> Iterator[ast.AST]:
                 yield from _in_order(each)
 
 
-def _root(node: ast.AST) -> str | None:
+def _root(node: ast.AST) -> str:
     """The name that a chain of calls and attributes begins with: `x` of `x.a.b()`."""
     while not isinstance(node, ast.Name):
         inner = getattr(node, "value", None) or getattr(node, "func", None)
         if not isinstance(inner, ast.AST):
-            return None
+            return ""
         node = inner
     return node.id
