@@ -160,13 +160,13 @@ class _Steps:
 
         @functools.wraps(unscale)
         def unscale_(self: Any, of: Any, *args: Any, **kwargs: Any) -> Any:
-            meet(of)
+            meet(of, "before_unscaling")
             return unscale(self, of, *args, **kwargs)
 
         @functools.wraps(load)
         def load_state_dict(self: Any, saved: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(saved, dict) and "autoamp_masters" in saved:
-                meet(self)
+                meet(self, "take_on")
             return load(self, saved, *args, **kwargs)
 
         meet, self.start, self.waits, self.on = self.meet, start, True, None
@@ -185,12 +185,12 @@ class _Steps:
             self._look(optimizer)
         return None if self.on is None else self.on(optimizer, args, kwargs)
 
-    def meet(self, optimizer: Any) -> None:
-        """Gives an optimizer its masters before its first step."""
+    def meet(self, optimizer: Any, how: str) -> None:
+        """Gives an optimizer its masters before its first step, by `attach.<how>`."""
         if self._look(optimizer):
             attach = sys.modules.get("autoamp.training.attach")
             if attach is not None:
-                attach.take_on(optimizer)
+                getattr(attach, how)(optimizer)
 
     def put_back(self) -> None:
         """Waits no longer.  Under somebody's patch ours stays and passes on."""

@@ -25,8 +25,12 @@ from autoamp.messages import printable_line
 from autoamp.runtime.compile_backend import GraphBackend
 from autoamp.runtime.program import inside_a_call, under_compilation
 from autoamp.training import foreign
-from autoamp.training.attach import expect_models, take_on
-from autoamp.training.boundary import innermost
+from autoamp.training.attach import (
+    after_update,
+    before_unscaling,
+    expect_models,
+    take_on,
+)
 from autoamp.training.ledger import BACKWARDS
 from autoamp.training.masters import KEY as MASTERS_KEY
 from autoamp.training.options import ConvertOptions, Options
@@ -147,10 +151,21 @@ def unscaling(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def unscale_(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if self.is_enabled() and isinstance(optimizer, torch.optim.Optimizer):
-            take_on(innermost(optimizer))
+            before_unscaling(optimizer)
         return original(self, optimizer, *args, **kwargs)
 
     return unscale_
+
+
+def updating(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`GradScaler.update`, after which gradients have the dtype that ranks reduce."""
+
+    @functools.wraps(original)
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        after_update()
+        return original(self, *args, **kwargs)
+
+    return update
 
 
 def loading(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -359,6 +374,7 @@ def _start(
             if hasattr(torch.nn.utils, "get_total_norm"):
                 _patches.append(Patch(torch.nn.utils, "get_total_norm", tolerating))
             _patches.append(Patch(torch.amp.GradScaler, "unscale_", unscaling))
+            _patches.append(Patch(torch.amp.GradScaler, "update", updating))
             _patches.append(Patch(torch.optim.Optimizer, "load_state_dict", loading))
         before_step = expect_models(settings.options, hook)
     if before is not None:

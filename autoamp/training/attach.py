@@ -223,6 +223,22 @@ def take_on(optimizer: Optimizer) -> None:
     _say_made(boundary.masters, options)
 
 
+def before_unscaling(optimizer: Optimizer) -> None:
+    """Has a GradScaler that is about to unscale gradients find them in fp32."""
+    optimizer = innermost(optimizer)
+    take_on(optimizer)
+    boundary = boundary_of(optimizer)
+    if boundary is not None and boundary.masters is not None:
+        boundary.masters.widen()
+
+
+def after_update() -> None:
+    """Has gradients be reduced in half precision again, once a GradScaler is done."""
+    for boundary in list(BOUNDARIES):
+        if boundary.masters is not None:
+            boundary.masters.narrow()
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _say_compiled() -> None:
     """Says, while a compiler records a first step, that half weights have no masters.

@@ -84,6 +84,7 @@ class Masters:
         self._lists: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._models: list[weakref.ref[nn.Module]] = []
         self._reduced: set[int] = set()
+        self._widened: list[torch.Tensor] = []
         self._said = False
         self._depth = 0
         self._given: _Given | None = None
@@ -106,6 +107,23 @@ class Masters:
     def keep_half(self, params: Iterable[torch.Tensor]) -> None:
         """Leaves the gradients of `params` in their own dtype until a step."""
         self._reduced |= {id(p) for p in params}
+
+    def widen(self) -> None:
+        """Casts gradients that were reduced in half precision to fp32.
+
+        A GradScaler takes no others, and unscaled ones may be too small for fp16.
+        """
+        grads = [(p, p.grad) for p in self.params]
+        half = [p for p, grad in grads if grad is not None and has_masters(grad.dtype)]
+        self._widened += half
+        for param in half:
+            compat.accumulate_in(param, torch.float32)
+
+    def narrow(self) -> None:
+        """Undoes `widen`, before gradients are reduced again."""
+        for param in self._widened:
+            compat.accumulate_in(param, param.dtype)
+        self._widened.clear()
 
     @property
     def bytes(self) -> int:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autoamp
 from tests.distributed.ranks import Ranks
-from tests.training.half_programs import BF16, FP32, STEPS, Net, adam, batch
+from tests.training.half_programs import BF16, FP16, FP32, STEPS, Net, adam, batch
 
 
 def loss_on(model: nn.Module, dtype: torch.dtype, part: int = 0, of: int = 1) -> Tensor:
@@ -52,6 +52,35 @@ def ddp_accumulated(dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return model, model.module.norm.weight
+
+
+def _scaled(model: nn.Module, dtype: torch.dtype) -> None:
+    """A GradScaler's loop, in which one rank's loss is infinite once."""
+    optimizer, scaler = adam(model.parameters()), torch.amp.GradScaler("cpu", 2.0**13)
+    for step in range(STEPS):
+        loss = loss_on(model, dtype)
+        if step == STEPS // 2 and dist.get_rank() == 1:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        if step % 2:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.get_scale() == 2.0**12
+
+
+def ddp_scaled(dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+    model = DistributedDataParallel(Net().to(dtype))
+    _scaled(model, dtype)
+    return model, model.module.norm.weight
+
+
+def fsdp2_scaled(dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+    model: Any = fully_shard(Net().to(dtype))
+    _scaled(model, dtype)
+    return model, model.norm.weight.full_tensor()
 
 
 def fsdp2_accumulated(dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
@@ -124,6 +153,8 @@ def trained(
     ("program", "dtype"),
     [
         (ddp_accumulated, BF16),
+        (ddp_scaled, FP16),
+        (fsdp2_scaled, FP16),
         (fsdp2_accumulated, BF16),
         (fsdp1, BF16),
         (fsdp1_flat, BF16),
