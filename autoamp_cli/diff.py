@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from autoamp_cli.commands import command
-from autoamp_cli.outputs import as_json, refuse_unwritable, with_json, write
+from autoamp_cli.outputs import PATH, as_json, refuse_unwritable, with_json, write
 from autoamp_cli.problem import Problem
 from autoamp_cli.waiting import waiting
 
@@ -19,39 +19,59 @@ from autoamp_cli.waiting import waiting
 @click.option(
     "--full", is_flag=True, help="Print every row, not the first of each kind."
 )
+@click.option(
+    "--html",
+    "html_to",
+    metavar="FILE",
+    type=PATH,
+    help="Draw OLD and NEW side by side; both are pages, of `explain --html`.",
+)
 @click.argument("old")
 @click.argument("new", nargs=-1, required=True)
 @click.pass_context
 def diff(
-    ctx: click.Context, old: str, new: tuple[str, ...], json_to: str | None, full: bool
+    ctx: click.Context,
+    old: str,
+    new: tuple[str, ...],
+    *,
+    json_to: str | None,
+    html_to: str | None,
+    full: bool,
 ) -> None:
     """Shows which ops changed precision from OLD to NEW, or to each of several NEW.
 
-    OLD and NEW are reports that `autoamp explain --json` or report.to_json() wrote, or
-    files that `autoamp export` wrote, whose plans are checked against the files first.
+    OLD and NEW are reports that `autoamp explain --json` or `--html` wrote, or files
+    that `autoamp export` wrote, whose plans are checked against the files first.
     Exit status: 1 if an op changed precision, 0 if none did, 2 if a file is neither.
 
     \b
     Examples:
       autoamp explain models.resnet:example --json new.json
       autoamp diff precision.json new.json
+      autoamp diff old.html new.html --html diff.html
       autoamp diff resnet.pt2 resnet.onnx precision.json
     """
-    refuse_unwritable(json_to)
+    refuse_unwritable(json_to, html_to)
+    if html_to and len(new) > 1:
+        raise click.UsageError("--html draws OLD beside one NEW: give one")
     with waiting("comparing"):
         from autoamp.errors import AutoampError
         from autoamp.passes.saved import diff as compared
 
         try:
-            _refuse_to_replace(json_to)
+            for path in (json_to, html_to):
+                _refuse_to_replace(path)
             first = _report(old)
             found = [compared(first, _report(path)) for path in new]
+            page = _page(old, *new) if html_to else ""
         except AutoampError as error:
             raise Problem(str(error)) from None
     if json_to:
         each = [one.to_dict() for one in found]
         write(json_to, as_json(each if len(each) > 1 else each[0]))
-    if json_to != "-":
+    if html_to:
+        write(html_to, page)
+    if "-" not in (json_to, html_to):
         from rich.console import Console
 
         from autoamp_cli.diff_table import table_of
@@ -62,6 +82,12 @@ def diff(
             for part in table_of(one, full=full):
                 console.print(part)
     ctx.exit(1 if any(one.changed for one in found) else 0)
+
+
+def _page(old: str, new: str) -> str:
+    from autoamp.report.page.pair import side_by_side
+
+    return side_by_side(old, new)
 
 
 def _refuse_to_replace(path: str | None) -> None:
@@ -75,7 +101,7 @@ def _refuse_to_replace(path: str | None) -> None:
     except AutoampError:
         return
     raise click.UsageError(
-        f"--json {path} would write over a report: give --json after OLD and NEW"
+        f"{path} would write over a report: give --json and --html after OLD and NEW"
     )
 
 
@@ -85,6 +111,10 @@ def _report(path: str) -> Any:
         from autoamp.tools.export_files import plan_in
 
         return plan_in(path)[1]
+    if path.endswith((".html", ".htm")):
+        from autoamp.report.page.pair import page_at, report_of_page
+
+        return report_of_page(path, page_at(path))
     from autoamp.passes.saved import load
 
     return load(path)

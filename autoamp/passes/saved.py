@@ -328,7 +328,7 @@ def diff(old: SavedReport, new: SavedReport) -> Diff:
         >>> [(change.old.name, change.new.precision) for change in found.changed]
         [('linear', 'fp32')]
     """
-    pairs = [*_paired_graphs(old.graphs, new.graphs)]
+    pairs = [*paired_graphs(old.graphs, new.graphs)]
     found = [diff_graphs(a, b) for a, b in pairs if a is not None and b is not None]
 
     def together(name: str) -> tuple[Any, ...]:
@@ -352,7 +352,7 @@ def diff(old: SavedReport, new: SavedReport) -> Diff:
 
 def diff_graphs(old: SavedGraph, new: SavedGraph) -> Diff:
     """The differences between two versions of one graph."""
-    pairs = [*_aligned(old.ops, new.ops, _KEYS)]
+    pairs = [*paired_ops(old, new)]
     both = [(a, b) for a, b in pairs if a is not None and b is not None]
     changed = tuple(Change(a, b) for a, b in both if a.precision != b.precision)
     renamed = {a.name: b.name for a, b in both}
@@ -368,6 +368,13 @@ def diff_graphs(old: SavedGraph, new: SavedGraph) -> Diff:
     )
 
 
+def paired_ops(
+    old: SavedGraph, new: SavedGraph
+) -> Iterator[tuple[OpRow | None, OpRow | None]]:
+    """Every op of two versions of a graph once, with its counterpart or None."""
+    return _aligned(old.ops, new.ops, _KEYS)
+
+
 def likeness(old: SavedGraph, new: SavedGraph) -> float:
     """The share of ops, 0 to 1, that have the same op and module on both sides."""
     most = max(len(old.ops), len(new.ops))
@@ -377,7 +384,7 @@ def likeness(old: SavedGraph, new: SavedGraph) -> float:
     return (ours & theirs).total() / most
 
 
-def _paired_graphs(
+def paired_graphs(
     old: Sequence[SavedGraph], new: Sequence[SavedGraph]
 ) -> Iterator[tuple[SavedGraph | None, SavedGraph | None]]:
     """Every graph of either side once, with its counterpart or None.

@@ -59,8 +59,8 @@ from autoamp.report.why import MEANINGS, Flips
 
 NOTHING = "Nothing is converted: the model runs in fp32, as before."
 
-SCHEMA = "autoamp.page"
-SCHEMA_VERSION = 1
+PAGE_SCHEMA = "autoamp.page"
+PAGE_VERSION = 2
 
 
 def data_of(report: Document, advice: Callable[[], Sequence[str]]) -> dict[str, Any]:
@@ -82,8 +82,8 @@ def data_of(report: Document, advice: Callable[[], Sequence[str]]) -> dict[str, 
         if made is not None:
             graphs.append(made)
     return {
-        "schema": SCHEMA,
-        "version": SCHEMA_VERSION,
+        "schema": PAGE_SCHEMA,
+        "version": PAGE_VERSION,
         "model": report.label,
         "compute_dtype": report.compute_dtype,
         "dtypes": {"high": FP32, "low": list(LOW_DTYPES)},
@@ -339,6 +339,7 @@ SCRIPTS = (
     "panel.js",
     "module.js",
     "budget.js",
+    "changes.js",
     "overview.js",
     "search.js",
     "keys.js",
@@ -350,8 +351,12 @@ _SLOT = re.compile(r"\{\{(\w+)\}\}")
 
 
 def page_of(report: Document, advice: Callable[[], Sequence[str]]) -> str:
-    """The page: the template, style and script files, and the data."""
-    data = data_of(report, advice)
+    """The page of a report, as the text of one HTML file."""
+    return html_of(data_of(report, advice))
+
+
+def html_of(data: dict[str, Any]) -> str:
+    """The page of `data`: the template, style and script files, and the data."""
     folder = files(__package__)
     library = _text(folder / "vendor" / "dagre.min.js")
     parts = [_text(folder / "script" / name) for name in SCRIPTS]

@@ -152,11 +152,11 @@ function drawShare(g, box, { low, fp32 }) {
   if (fp32) svg(g, "rect", { class: "share fp32", x: x + part, y: 48, width: width - part, height: 5, rx: 2.5 });
 }
 
-function classOf({ side }, box) {
+function classOf({ side, graph }, box) {
   const { item } = box;
-  if (item.isGroup) return box.inner ? "item group open" : "item group";
+  if (item.isGroup) return box.inner ? "item group open" : "item group" + (graph.sides[side].counts[item.index].changed ? " changed" : "");
   const kept = item.cast && !item.cast.every_call ? " kept" : "";
-  return `item node ${item.kind} ${precisionClass(item[side].precision)}${kept}`;
+  return `item node ${item.kind} ${precisionClass(item[side].precision)}${kept}${item.change ? " changed" : ""}`;
 }
 
 /** The words of an item for a screen reader. */

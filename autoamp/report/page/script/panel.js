@@ -95,6 +95,7 @@ function showNode(node) {
     h("div", { class: "head" }, h("h2", {}, breakable(node.cast ? node.cast.kind + " cast" : node.title)), close),
     h("p", { class: "name" }, h("code", {}, breakable(node.name))),
     chips(node),
+    counterpart(node),
     node.decision ? decided(node) : undecided(node),
     node.decision?.root ? rooted(node.decision.root) : "",
     node.decision ? part("In " + node.decision.flip.to + " instead", ...flipped(node.decision.flip), remedied(node)) : "",

@@ -118,9 +118,14 @@ function whole() {
 /** Opens or closes a module. */
 function toggle(group) {
   if (group.parent < 0) return;
-  const opens = !state.open.delete(group.index);
-  if (opens) state.open.add(group.index);
-  state.layouts.forget(group);
+  const opens = !state.open.has(group.index);
+  // The counterpart in the other report opens and closes with the module.
+  for (const each of [group, state.graph.groups[group.twin]]) {
+    if (!each) continue;
+    if (opens) state.open.add(each.index);
+    else state.open.delete(each.index);
+    state.layouts.forget(each);
+  }
   state.at = group.id;
   render(group.id);
   bringIn(state.shown.get(group.id));
@@ -206,6 +211,7 @@ function pick(id) {
 function mark() {
   const picked = state.picked && itemOf(state.graph, state.picked);
   const near = new Set(picked && !picked.isGroup ? neighbours(picked) : []);
+  if (picked && Number.isInteger(picked.twin)) near.add(picked.id[0] + picked.twin);
   const isPicked = (index) => (picked.isGroup ? isInside(state.graph.nodes[index], picked) : index === picked.index);
   if (!state.shown.has(state.at)) state.at = state.shown.keys().next().value ?? null;
   for (const [id, { item, element }] of state.shown) {
