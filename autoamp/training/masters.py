@@ -157,7 +157,7 @@ class Masters:
         self._order_hooks()
         self._runs = True
         try:
-            return step(*args, **kwargs)
+            return compat.uncompiled(step)(*args, **kwargs)
         finally:
             self._runs = False
             self._depth = 0

@@ -83,6 +83,18 @@ def loaded_last(dtype: torch.dtype) -> Net:
     return model
 
 
+def mapped(dtype: torch.dtype) -> Net:
+    """The weights lie in a file's pages, which a write makes the process's own."""
+    torch.save(Net().to(dtype).state_dict(), "weights")
+    with torch.device("meta"):
+        model = Net()
+    model.load_state_dict(torch.load("weights", mmap=True), assign=True)
+    loop(model, adam(model.parameters()), dtype)
+    untouched = torch.load("weights")["norm.weight"]
+    assert torch.equal(untouched, torch.ones(32, dtype=dtype))
+    return model
+
+
 def fused(dtype: torch.dtype) -> Net:
     model = Net().to(dtype)
     loop(model, adam(model.parameters(), fused=True), dtype)

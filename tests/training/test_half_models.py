@@ -37,6 +37,7 @@ from tests.training.half_programs import (
     loaded_last,
     loop,
     loss_of,
+    mapped,
     optimizer_first,
     own_autocast,
     own_scaler,
@@ -84,7 +85,15 @@ PROGRAMS: list[tuple[Program, torch.dtype]] = [
     *(
         (program, BF16)
         for program in (
-            *(optimizer_first, loaded_last, fused, scheduled, closure, accumulated),
+            *(
+                optimizer_first,
+                loaded_last,
+                mapped,
+                fused,
+                scheduled,
+                closure,
+                accumulated,
+            ),
             *(with_a_plateau, with_a_group_added_later, saved_and_resumed),
             *(pruned, weight_normed, tied, with_averages, diffusion, adversaries),
             *(compiled, under_ddp, under_fsdp1, under_fsdp2),
@@ -278,21 +287,24 @@ def test_a_model_made_fp32_takes_the_masters_digits_along() -> None:
     assert not torch.equal(optimizer.state[model.norm.weight]["exp_avg"], state)
 
 
-def test_a_step_that_is_compiled_is_told_of_masters(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+@pytest.mark.parametrize("met", ["before", "after", "never"])
+def test_a_step_that_is_compiled(met: str, caplog: pytest.LogCaptureFixture) -> None:
     """Torch breaks a graph at each step: masters that are there are stepped outside."""
-    met, unmet = Net().to(BF16), Net().to(BF16)
-    for model in met, unmet:
-        optimizer = adam(model.parameters())
-        if model is met:
-            loop(model, optimizer, BF16)
-        before = model.norm.weight.detach().clone()
-        optimizer.step = torch.compile(optimizer.step, backend="eager")
+    model = Net().to(BF16)
+    optimizer = adam(model.parameters())
+    if met == "before":
         loop(model, optimizer, BF16)
-        assert bool(masters_of(optimizer)) == (model is met)
-        assert torch.equal(model.norm.weight, before) == (model is unmet)
-    says(caplog.text, "first step is compiled", "no fp32 masters", "convert(model")
+    before = model.norm.weight.detach().clone()
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
+    if met == "after":
+        autoamp.convert(model, optimizer)
+    loop(model, optimizer, BF16)
+    never = met == "never"
+    assert (masters_of(optimizer) == {}) == never
+    assert torch.equal(model.norm.weight, before) == never
+    assert ("first step is compiled" in caplog.text) == never
+    if never:
+        says(caplog.text, "no fp32 masters", "convert(model, optimizer)")
 
 
 def test_sparse_gradients() -> None:
