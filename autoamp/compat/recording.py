@@ -20,6 +20,7 @@ from torch._ops import (
 )
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import profiler
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import (
     ProxyTorchDispatchMode,
@@ -35,6 +36,12 @@ from autoamp.compat.tracing import quick_node
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 _ORIGIN = ("nn_module_stack", "stack_trace")
 """The keys in a node's `meta` that say where in the model the node comes from."""
+
+
+def profiled() -> bool:
+    """Whether torch's profiler records at present; asked at every call of a graph."""
+    return getattr(profiler, "_is_profiler_enabled", False)
+
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

@@ -23,6 +23,7 @@ from autoamp.passes.check.held import Held
 from autoamp.passes.decide.devices import main_device
 from autoamp.passes.node_by_node import GradientSizes, Observer, Runner
 from autoamp.passes.record import Edge, Prepared, Rewritten
+from autoamp.runtime.ranges import refreshed_in_range, with_ranges
 from autoamp.training.attach import inputs_of_run
 from autoamp.training.buffers import Written
 from autoamp.training.leaves import Origins
@@ -69,6 +70,16 @@ class Graph:
     runs: int = 0
     sizes: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
+    def steps(self) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
+        """What gives the weight copies, or None, and what runs the graph with them."""
+        fresh: Callable[..., Any] | None
+        fresh = None if self.copies is None else self.copies.fresh
+        if not compat.profiled():
+            return fresh, self.prepared.run
+        if self.copies is not None:
+            fresh = refreshed_in_range(self.copies.fresh, self.copies.low)
+        return fresh, with_ranges(self.prepared)
+
     @property
     def rewritten(self) -> Rewritten | None:
         """The pass's result, or None where it failed."""
@@ -113,7 +124,6 @@ def unscaled(
     """
     prepared = captured.prepared
     slots, wide = prepared.weights, prepared.read_wide
-    fresh = captured.copies.fresh if captured.copies is not None else None
 
     def call(*args: Any) -> Any:
         nonlocal ledger
@@ -125,11 +135,12 @@ def unscaled(
             ledger = None
         if SHARDED:
             SHARDED.note_wide([args[i] for i in wide])
+        fresh, run = captured.steps()
         copies = () if fresh is None else fresh([args[i] for i in slots])
         if skip_watch is not None and skip_watch.watching and torch.is_grad_enabled():
             observers = [Held(), _recorder(skip_watch, captured)]
             return Runner(captured.gm, observers).run(*args, *copies)
-        return prepared.run(*args, *copies)
+        return run(*args, *copies)
 
     return call
 
@@ -151,7 +162,6 @@ def scaled(
     """
     prepared, edge = captured.prepared, captured.edge
     slots, wide = prepared.weights, prepared.read_wide
-    fresh = captured.copies.fresh if captured.copies is not None else None
     origins = Origins(captured, inputs, edge.exits)
 
     def call_scaled(*args: Any) -> Any:
@@ -166,6 +176,7 @@ def scaled(
         # Each run has flags of its own: two forwards may be alive at once, and their
         # backwards come in any order.
         graph_run = GraphRun(scaling, origin, leaves, extra)
+        fresh, run = captured.steps()
         copies = () if fresh is None else fresh([args[i] for i in slots])
         if watches and (scaling.skip_watch.watching or scaling.wants_size):
             observers: list[Observer] = [Held()]
@@ -175,7 +186,7 @@ def scaled(
                 observers.append(_recorder(scaling.skip_watch, captured))
             results = Runner(captured.gm, observers).run(*args, *copies, *extra)
         else:
-            results = prepared.run(*args, *copies, *extra)
+            results = run(*args, *copies, *extra)
         watch(graph_run, results, tensors)
         # A backward may begin at an input that the graph has written to, and reach none
         # of its results.
