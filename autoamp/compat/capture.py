@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -202,15 +203,19 @@ Dynamo raises where it is called during such a trace.
 """
 
 
-def uncompiled(called: Any) -> Any:
-    """The module or function that `torch.compile` was given; any other as it is."""
-    if isinstance(called, torch._dynamo.OptimizedModule):
-        return called._orig_mod
-    # By the code too: `functools.wraps` copies the attribute to other wrappers.
-    code = getattr(called, "__code__", None)
-    if code is None or code.co_filename != torch._dynamo.eval_frame.__file__:
-        return called
-    return getattr(called, "_torchdynamo_orig_callable", called)
+def uncompiled(module: Any) -> Any:
+    """The module that `torch.compile` has made `module` of; any other as it is."""
+    is_compiled = isinstance(module, torch._dynamo.OptimizedModule)
+    return module._orig_mod if is_compiled else module
+
+
+def eagerly(function: Any) -> contextlib.AbstractContextManager[Any]:
+    """A region in which `function` runs as written, if `torch.compile` is in it."""
+    # `functools.wraps` copies the attribute to the wrappers of a compiled function.
+    if not hasattr(function, "_torchdynamo_orig_callable"):
+        return contextlib.nullcontext()
+    region: Any = torch.compiler.set_stance("force_eager")
+    return region  # type: ignore[no-any-return]
 
 
 _COMPILERS = ("_dynamo", "_inductor", "_functorch")

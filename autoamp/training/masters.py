@@ -157,7 +157,8 @@ class Masters:
         self._order_hooks()
         self._runs = True
         try:
-            return compat.uncompiled(step)(*args, **kwargs)
+            with compat.eagerly(step):
+                return step(*args, **kwargs)
         finally:
             self._runs = False
             self._depth = 0
