@@ -243,7 +243,7 @@ class Device:
         with avx512_bf16, GPT-2 and BERT with written-out attention trained in 0.92 and
         1.00 of autocast's time, and with the kernel in 1.18 and 1.56 of that time.  One
         arena of malloc for all threads made the kernel's backward slow in that
-        comparison, which has to be repeated without (docs/performance.md).
+        comparison, which has to be repeated without.
         """
         return self.type == "cpu" and self.low_flops_per_ns > self.high_flops_per_ns
 
