@@ -79,6 +79,8 @@ def test_both_reports_are_drawn_side_by_side(folder: Path) -> None:
             f".find((e) => e.textContent.startsWith('{nodes[number]['name']}')).click()"
         )
         assert browser.run(f"!!document.querySelector('#n{number}.picked.changed')")
+        twin = nodes[number]["twin"]
+        assert browser.run(f"!!document.querySelector('#n{twin}.near')")
         said = browser.run("document.getElementById('node').innerText")
         says(said, "It changed from bf16 to fp32")
         groups = graph["groups"]

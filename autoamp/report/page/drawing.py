@@ -28,11 +28,14 @@ from autoamp.passes.see.facts import NodeFacts
 from autoamp.passes.see.nodes import tensors_of
 from autoamp.passes.write.emitted import is_use
 from autoamp.report.export import precision_of
-from autoamp.report.page.folding import CALL, Path, folded, folds_of, label_of
+from autoamp.report.page.folding import Path, folded, folds_of, label_of
 from autoamp.report.why import undecided
 
 MOST_NODES = 40
 """A module with more nodes of its own is drawn in parts of at most this many."""
+
+_CALL = "\0"
+"""Separates the name of a module from the number of the call."""
 
 MOST_CALLS = 40
 """A module that is called more often than this has one box for all calls."""
@@ -320,7 +323,7 @@ def _by_call(
             for number, run in enumerate(runs, 1):
                 for name in run:
                     path = found[name] or ()
-                    numbered = f"{segment}{CALL}{number}"
+                    numbered = f"{segment}{_CALL}{number}"
                     found[name] = (*path[:depth], numbered, *path[depth + 1 :])
                 waiting.append((run, depth + 1))
     return found
@@ -366,7 +369,7 @@ def _tree_of(
             (inner,) = children[inner]
         here = len(boxes)
         real = [segment for segment in inner if not folds_of(segment)]
-        module = ".".join(segment.partition(CALL)[0] for segment in real)
+        module = ".".join(segment.partition(_CALL)[0] for segment in real)
         folds = folds_of(inner[-1]) if inner else 0
         is_part = bool(folds) and len(inner) == len(above) + 1
         text = _label(inner[len(above) :], above) or label
@@ -378,12 +381,14 @@ def _tree_of(
 
 def _label(path: Path, above: Path) -> str:
     """The text of the box of `path`, a path inside the box of `above`."""
+    named = [segment for segment in (*above, *path) if not folds_of(segment)]
     if path and folds_of(path[-1]):
-        return label_of(path[-1], (*above, *path)[-2] if len(above + path) > 1 else "")
-    named = [segment for segment in above if not folds_of(segment)]
-    if len(path) == 1 and path[0].isdigit():
-        path = (*named[-1:], *path)
-    return ".".join(map(label_of, path))
+        text = label_of(path[-1], named[-1] if named else "")
+    elif len(path) == 1 and path[0].isdigit():
+        text = ".".join(named[-2:])
+    else:
+        text = ".".join(path)
+    return text.replace(_CALL, ", call ")
 
 
 def _place(

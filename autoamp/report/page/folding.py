@@ -12,9 +12,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 LEAST = 3
 """The least number of blocks that are folded."""
 
-CALL = "\0"
-"""Separates the name of a module from the number of the call."""
-
 _FOLD = "\1"
 """Begins a fold; it separates the first block, the last block and their number."""
 
@@ -80,25 +77,18 @@ def _runs(
     found: list[list[Path]] = [[]]
     last: Hashable = None
     for block in blocks:
-        base, number = _numbered(block[-1])
-        if number is None:
+        if not block[-1].isdecimal():
             last = None
             continue
+        number = int(block[-1])
         inside = tuple(
             (homes[name][len(block) :], like(name)) for name in members[block]
         )
-        if (base, number - 1, inside) != last:
+        if (number - 1, inside) != last:
             found.append([])
         found[-1].append(block)
-        last = base, number, inside
+        last = number, inside
     return [run for run in found if len(run) >= LEAST]
-
-
-def _numbered(segment: str) -> tuple[str, int | None]:
-    """The name and the number of a block; None where it has no number."""
-    base, _, call = segment.partition(CALL)
-    number = call or base
-    return base if call else "", int(number) if number.isdecimal() else None
 
 
 def folds_of(segment: str) -> int:
@@ -106,13 +96,9 @@ def folds_of(segment: str) -> int:
     return int(segment.rpartition(_FOLD)[2]) if segment.startswith(_FOLD) else 0
 
 
-def label_of(segment: str, above: str = "") -> str:
-    """The text of a segment; `above` is the segment around a fold."""
-    if not segment.startswith(_FOLD):
-        return segment.replace(CALL, ", call ")
-    _, first, last, count = segment.split(_FOLD)
+def label_of(fold: str, above: str) -> str:
+    """The text of a fold; `above` is the name of the module around it, or ""."""
+    _, first, last, count = fold.split(_FOLD)
+    start = f"{above}." if above else ""
     times = f"\N{MULTIPLICATION SIGN}{count}"
-    if CALL in first:
-        return f"{label_of(first)}\N{EN DASH}{last.partition(CALL)[2]} {times}"
-    start = f"{label_of(above)}." if above else ""
     return f"{start}{first}\N{EN DASH}{start}{last} {times}"

@@ -120,7 +120,7 @@ function toggle(group) {
   if (group.parent < 0) return;
   const opens = !state.open.has(group.index);
   // The counterpart in the other report opens and closes with the module.
-  for (const each of [group, state.graph.groups[group.twin]]) {
+  for (const each of [group, twinOf(group)]) {
     if (!each) continue;
     if (opens) state.open.add(each.index);
     else state.open.delete(each.index);
@@ -170,18 +170,23 @@ function filterIslands(on) {
   mark();
 }
 
-/** Opens the modules around an item, as far as they are closed. */
+/** The counterpart of an item in the other report, or null. */
+const twinOf = (item) => (Number.isInteger(item.twin) ? itemOf(state.graph, item.id[0] + item.twin) : null);
+
+/** Opens the modules around an item and its counterpart, as far as they are closed. */
 function reveal(item) {
-  let opened = null;
-  for (let g = item.isGroup ? item.parent : item.group; g > 0; g = state.graph.groups[g].parent) {
-    if (!state.open.has(g)) {
+  let isNew = false;
+  for (const each of [item, twinOf(item)]) {
+    let opened = null;
+    for (let g = each ? (each.isGroup ? each.parent : each.group) : 0; g > 0; g = state.graph.groups[g].parent) {
+      if (state.open.has(g)) continue;
       state.open.add(g);
       opened = opened ?? state.graph.groups[g];
     }
+    if (opened) state.layouts.forget(opened);
+    isNew = isNew || Boolean(opened);
   }
-  if (!opened) return;
-  state.layouts.forget(opened);
-  render();
+  if (isNew) render();
 }
 
 /** Shows the details of a node, opens the modules around it, and brings it into view. */
@@ -211,7 +216,7 @@ function pick(id) {
 function mark() {
   const picked = state.picked && itemOf(state.graph, state.picked);
   const near = new Set(picked && !picked.isGroup ? neighbours(picked) : []);
-  if (picked && Number.isInteger(picked.twin)) near.add(picked.id[0] + picked.twin);
+  if (picked && twinOf(picked)) near.add(twinOf(picked).id);
   const isPicked = (index) => (picked.isGroup ? isInside(state.graph.nodes[index], picked) : index === picked.index);
   if (!state.shown.has(state.at)) state.at = state.shown.keys().next().value ?? null;
   for (const [id, { item, element }] of state.shown) {
