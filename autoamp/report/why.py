@@ -399,7 +399,8 @@ def _forbidden(rewritten: Rewritten, problem: Problem) -> str:
     if not steps:
         return f"{start} stays fp32 ({reason})"
     names = [start, *(name for name, _ in steps)]
-    through = f" through {', '.join(names[1:-1])}" if names[1:-1] else ""
+    between = [*names[1:3], f"{len(names) - 4} more"] if len(names) > 5 else names[1:-1]
+    through = f" through {', '.join(between)}" if between else ""
     verdict = rewritten.classified.verdicts.get(end)
     if verdict is not None and verdict.origin == CEILING:
         reason = f"type promotion leaves {end} fp32"  # its own reason may name `start`
