@@ -34,8 +34,8 @@ from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES, has_masters
 from autoamp.errors import CheckpointError
 from autoamp.messages import class_name
-from autoamp.training.separable import body_of, part_of
-from autoamp.training.split import Chunk, can_split, chunks_of, follow
+from autoamp.training.separable import body_of, is_elementwise, part_of
+from autoamp.training.split import Chunk, can_split, chunks_of, follow, in_order
 
 logger = logging.getLogger(__name__)
 
@@ -202,9 +202,11 @@ class Masters:
                     else:
                         made[param] = self._made(param)
             whole = [p for p in made if p not in _several and can_split(p)]
-            chunks = [Chunk(each) for each in chunks_of(bare)]
+            cut = splits and is_elementwise(self.optimizer)
+            chunks = [Chunk(each, cut=cut) for each in chunks_of(bare)]
             for each in chunks_of(whole if splits else []):
-                chunks.append(Chunk(each, [made[p].detach() for p in each]))
+                values = [made[p].detach() for p in each]
+                chunks.append(Chunk(each, values, cut=cut))
         except BaseException:  # such as no memory: nothing is left half done
             for param in new:
                 self._put_back(param)
@@ -357,7 +359,11 @@ class Masters:
         body = body_of(self.optimizer)
         for chunk in self.chunks:
             if body is not None and any(p.grad is not None for p in chunk.params):
-                self._step_chunk(chunk, body)
+                chunk.begin()
+                try:
+                    (self._step_cut if chunk.is_cut else self._step_chunk)(chunk, body)
+                finally:
+                    chunk.end()
         split = {id(p) for chunk in self.chunks for p in chunk.params}
         for group in self.optimizer.param_groups if split else ():
             params = group["params"]
@@ -381,6 +387,33 @@ class Masters:
             for param, master in pairs:
                 if master in part.state:
                     state[param] = part.state[master]
+
+    def _step_cut(self, chunk: Chunk, body: Callable[..., Any]) -> None:
+        """Steps one large weight piece by piece, as an elementwise optimizer may."""
+        (param,) = chunk.params
+        state, grad = self.optimizer.state, param.grad
+        before: dict[str, Any] = state.get(param, {})
+        after = dict(before)
+        assert grad is not None, "a weight without a gradient is not stepped"
+        if grad.stride() != param.stride():
+            grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+        for piece, (start, stop) in enumerate(chunk.pieces):
+            chunk.open(piece)
+            (master,) = chunk.masters
+            master.grad = in_order(grad)[start:stop].float()
+            own = {k: _cut(v, param, start, stop) for k, v in before.items()}
+            part = part_of(
+                self.optimizer, {id(param): master}, {master: own} if before else {}
+            )
+            try:
+                body(part)
+            finally:
+                chunk.close(piece)
+                for key, value in part.state.get(master, {}).items():
+                    after[key] = _put(value, after.get(key), param, start, stop)
+        if after:
+            state[param] = after
+        torch.autograd.graph.increment_version(param)
 
     def _put_in(self) -> None:
         self._given = _give(self.of.items())
@@ -567,6 +600,32 @@ def _take(pairs: _Pairs, given: _Given, over: bool = True) -> None:
         if master.grad is not grad:
             param.grad = master.grad
         master.grad = None
+
+
+def _cut(value: Any, param: torch.Tensor, start: int, stop: int) -> Any:
+    """The elements of a piece of a weight in one entry of the weight's state."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != param.shape:  # the number of steps, which each piece counts
+        return value.clone()
+    if value.stride() != param.stride():
+        value = torch.empty_like(param, dtype=value.dtype).copy_(value)
+    return in_order(value)[start:stop]
+
+
+def _put(value: Any, whole: Any, param: torch.Tensor, start: int, stop: int) -> Any:
+    """An entry of a weight's state, with the elements of a piece as in `value`."""
+    if not isinstance(value, torch.Tensor) or value.shape != (stop - start,):
+        return value
+    if not isinstance(whole, torch.Tensor) or whole.stride() != param.stride():
+        old = whole
+        whole = torch.zeros_like(param, dtype=value.dtype)
+        if isinstance(old, torch.Tensor):
+            whole.copy_(old)
+    kept = in_order(whole)[start:stop]
+    if compat.data_address(kept) != compat.data_address(value):
+        kept.copy_(value)
+    return whole
 
 
 def _hand_over(master: torch.Tensor | None, value: torch.Tensor) -> None:

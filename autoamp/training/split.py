@@ -19,11 +19,20 @@ import torch
 from autoamp import compat
 
 CHUNK = 1 << 20
-"""The elements of a chunk, 4 MiB in fp32; a larger weight is a chunk of its own."""
+"""The elements of a chunk, 4 MiB in fp32; a larger weight is a chunk of its own, and is
+stepped in pieces of so many elements where the optimizer is elementwise.  A multiple of
+16: fused kernels of CPUs round the elements after the last 16 otherwise."""
 
 _IDLE = 3
 """A weight that some kernel moves, but does not write to, in so many steps in a row is
 watched no more: each move copies the weight."""
+
+_SLICE = 1 << 17
+"""So many elements are added at once: of 2**15 to 2**20 the fastest here."""
+
+_BLOCK = 1024
+"""Elements of which the least is taken first, in the search for ties: a tenth of the
+time of looking at each."""
 
 _TIE = -(1 << 15)
 """The rest, in 16 bits, of an fp32 number halfway between two bf16 numbers."""
@@ -39,124 +48,117 @@ class Chunk:
     On a CPU a copy-on-write clone of each parameter shows whether other code has
     written to the parameter since, and to which elements.
 
+    A step is `begin`, `open` and `close` of each piece, and `end`.
+
     Attributes:
         params: the parameters.
-        masters: the masters, which hold numbers between `open` and `close`.
+        pieces: where the elements that are stepped together begin and end; one piece,
+            unless the chunk is one large weight.
+        masters: the masters of the piece that is open; those of a weight in several
+            pieces are flat.
     """
 
     def __init__(
-        self, params: Sequence[torch.Tensor], values: Sequence[torch.Tensor] = ()
+        self,
+        params: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor] = (),
+        *,
+        cut: bool = False,
     ) -> None:
-        """The masters begin as `values`, fp32, or else as the parameters themselves."""
+        """The masters begin as `values`, fp32, or else as the parameters themselves.
+
+        Args:
+            cut: whether a weight of more than `CHUNK` elements is stepped in pieces.
+        """
         self.params, count = [*params], len(params)
         self._forms = [*map(_form, self._parts())]
         size = sum(shape.numel() for shape, *_ in self._forms)
+        sharded = any(map(compat.is_distributed, params))
+        most = CHUNK if cut and count == 1 and size > CHUNK and not sharded else size
+        starts = range(0, size, most) if size else [0]
+        self.pieces = [(at, min(at + most, size)) for at in starts]
         self._low = torch.zeros(size, dtype=torch.int16, device=params[0].device)
-        self._ties = self._low.new_empty(0, dtype=torch.int64)
-        self._flat = torch.empty_like(self._low, dtype=torch.float32)
-        self._views = [*self._views_of(self._flat)]
-        self.masters = self._new_masters()
+        self._ties = [self._low.new_empty(0, dtype=torch.int64) for _ in self.pieces]
+        self._flat = torch.empty_like(self._low[:most], dtype=torch.float32)
+        self._views = self._in_piece(self._flat, 0)
+        self._nothing = self._flat.new_empty(0)
+        self.masters = self._as_params([self._nothing] * count)
         self._clones: list[torch.Tensor | None] = [None] * count
         self._addresses: list[Hashable] = [None] * count
         self._idle = [0] * count
         self._memories: list[compat.Memory | None] = [None] * count
         if values:
-            compat.copy_all(self._views, [*map(compat.local_part, values)])
-            self._keep()
+            given = [
+                torch.empty_like(part, dtype=torch.float32).copy_(compat.local_part(v))
+                if self.is_cut and part.stride() != v.stride()
+                else compat.local_part(v)
+                for part, v in zip(self._parts(), values, strict=True)
+            ]
+            for piece in range(len(self.pieces)):
+                compat.copy_all(
+                    self._in_piece(self._flat, piece), self._of(given, piece)
+                )
+                self._keep(piece)
         self._free()
-        self._watch()
+        self.end()
 
     @property
     def nbytes(self) -> int:
         """The memory that the masters take beside the parameters, between steps."""
-        return self._low.nbytes + self._ties.nbytes
+        return self._low.nbytes + sum(each.nbytes for each in self._ties)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the chunk is one weight, stepped in several pieces."""
+        return len(self.pieces) > 1
 
     def fits(self) -> bool:
         """Whether the parameters still have the memory format they had."""
         return [*map(_form, self._parts())] == self._forms
 
-    def open(self) -> None:
-        """Gives the masters their fp32 numbers, and memory to hold these.
-
-        Where other code has written to a parameter, the master is what was written.
-        """
-        self._flat.untyped_storage().resize_(self._flat.numel() * 4)
+    def begin(self) -> None:
+        """Sees what other code has written to the parameters since the last step."""
         parts = self._parts()
-        all_there = all(clone is not None for clone in self._clones)
-        as_left = all_there and [*map(compat.data_address, parts)] == self._addresses
-        halves = [*parts]
-        if not as_left:
-            for at, (part, clone) in enumerate(zip(parts, self._clones, strict=True)):
-                if clone is not None:
-                    halves[at] = clone
-                elif part.shape != self._views[at].shape:  # nobody reads this master
-                    halves[at] = self._views[at]
-        compat.copy_all(self._views, halves)
-        bits = self._flat.view(torch.int32)
-        bits += self._low
-        bits[self._ties] += 1 << 16
-        if not as_left:
-            self._follow(parts)
-
-    def close(self) -> None:
-        """Rounds the masters into the parameters, and frees the masters' memory."""
+        moved = [*map(compat.data_address, parts)] != self._addresses
+        if moved and any(clone is not None for clone in self._clones):
+            self._resize()
+            written = [False] * len(parts)
+            for piece in range(len(self.pieces)):
+                found = self._join(self._flat, piece, parts)
+                written = [a or b for a, b in zip(written, found, strict=True)]
+                self._keep(piece)
+            for at, part in enumerate(parts):
+                # Something asks for an address to write to, and reads.
+                here = compat.data_address(part) != self._addresses[at]
+                idle = here and self._lies(at) and not written[at]
+                self._idle[at] = self._idle[at] + 1 if idle else 0
+        del parts
+        self._seen = all(clone is not None for clone in self._clones)
         self.let_go()
+
+    def open(self, piece: int = 0) -> None:
+        """Gives the masters of a piece their fp32 numbers, and memory for these."""
+        self._resize()
+        if self.is_cut:
+            self._views = self._in_piece(self._flat, piece)
+        self._show(self._views)
+        self._join(self._flat, piece, None if self._seen else self._parts())
+
+    def close(self, piece: int = 0) -> None:
+        """Rounds the masters of a piece into the parameters."""
         own = [compat.own_memory(each.data) for each in self.masters]
         if [*map(compat.data_address, own)] != [*map(compat.data_address, self._views)]:
             # The step has given some `master.data` other memory.
             for view, now in zip(self._views, own, strict=True):
                 view.copy_(now)
-            self.masters = self._new_masters()
-        compat.copy_all(self._parts(), self._views)
-        self._keep()
+        compat.copy_all(self._of(self._parts(), piece), self._views)
+        self._keep(piece)
+        # Whoever keeps a master sees no freed memory.
+        self._show([self._nothing] * len(self.params))
         self._free()
-        self._watch()
 
-    def values(self) -> list[torch.Tensor]:
-        """Copies of the masters, as parameters."""
-        self.open()
-        flat = self._flat.clone()
-        self._free()
-        return self._as_params([*self._views_of(flat)])
-
-    def let_go(self) -> None:
-        """Watches the parameters' memory no more."""
-        watched = [at for at, clone in enumerate(self._clones) if clone is not None]
-        self._clones = [None] * len(self.params)
-        for at in watched:
-            compat.end_lazy_clone(compat.own_memory(self.params[at]))
-
-    def _keep(self) -> None:
-        """Keeps what the parameters lack of the masters."""
-        bits = self._flat.view(torch.int32)
-        self._low.copy_(bits)  # the lower 16 bits: the conversion drops the upper ones
-        at = (self._low == _TIE).nonzero().flatten()
-        rest = bits[at] - self._flat[at].bfloat16().float().view(torch.int32)
-        self._ties = at[rest != _TIE]
-
-    def _follow(self, parts: Sequence[torch.Tensor]) -> None:
-        """Has a master be what was written to its parameter, element by element."""
-        fit = [
-            _form(part) == form for part, form in zip(parts, self._forms, strict=True)
-        ]
-        now = torch.empty_like(self._flat, dtype=torch.bfloat16)
-        pairs = zip(fit, parts, self._views, strict=True)
-        compat.copy_all(
-            [*self._views_of(now)],
-            [part if good else view for good, part, view in pairs],
-        )
-        rounded = self._flat.bfloat16().view(torch.int16)
-        differs = rounded != now.view(torch.int16)  # bits, since NaN is not NaN
-        torch.where(differs, now.float(), self._flat, out=self._flat)
-        for at, differing in enumerate(self._views_of(differs)):
-            if self._clones[at] is None:
-                continue
-            # Something asks for an address to write to, and reads.
-            moved = compat.data_address(parts[at]) != self._addresses[at]
-            idle = moved and self._lies(at) and not differing.any()
-            self._idle[at] = self._idle[at] + 1 if idle else 0
-
-    def _watch(self) -> None:
+    def end(self) -> None:
+        """Watches the parameters until the next step."""
         # No local of a caller may share the parameters' memory: holders are counted.
         own = [*map(compat.own_memory, self.params)]
         self._addresses = [*map(compat.data_address, own)]
@@ -174,6 +176,87 @@ class Chunk:
                     forget = functools.partial(_forget, weakref.ref(self), at)
                     self._memories[at] = compat.watch_memory(each, key, forget)
 
+    def values(self) -> list[torch.Tensor]:
+        """Copies of the masters, as parameters."""
+        flat = torch.empty_like(self._low, dtype=torch.float32)
+        for piece, (start, stop) in enumerate(self.pieces):
+            self._join(flat[start:stop], piece, self._parts())
+        return self._as_params([*self._views_of(flat)])
+
+    def let_go(self) -> None:
+        """Watches the parameters' memory no more."""
+        watched = [at for at, clone in enumerate(self._clones) if clone is not None]
+        self._clones = [None] * len(self.params)
+        for at in watched:
+            compat.end_lazy_clone(compat.own_memory(self.params[at]))
+
+    # -- numbers -------------------------------------------------------------------
+
+    def _join(
+        self, flat: torch.Tensor, piece: int, parts: Sequence[torch.Tensor] | None
+    ) -> list[bool]:
+        """Writes the masters of a piece into `flat`.
+
+        Args:
+            parts: the parameters, where other code may have written to them: then the
+                master is what was written, element by element.
+
+        Returns:
+            Whether there was such an element, for each watched parameter.
+        """
+        views, (start, stop) = self._in_piece(flat, piece), self.pieces[piece]
+        now = [*(parts or self._parts())]
+        for at, (part, form) in enumerate(zip(now, self._forms, strict=True)):
+            if parts is not None and part.shape != form[0]:  # nobody reads this master
+                now[at] = torch.zeros_like(part, dtype=torch.bfloat16).new_zeros(
+                    form[0]
+                )
+        halves = [
+            part if clone is None else clone
+            for part, clone in zip(now, self._clones, strict=True)
+        ]
+        compat.copy_all(views, self._of(halves, piece))
+        bits = flat[: stop - start].view(torch.int32)
+        low = self._low[start:stop]
+        for some, rest in zip(bits.split(_SLICE), low.split(_SLICE), strict=True):
+            some.add_(rest)  # torch converts `rest` in a copy
+        bits[self._ties[piece]] += 1 << 16
+        if parts is None:
+            return []
+        return self._follow(flat[: stop - start], piece, now)
+
+    def _follow(
+        self, flat: torch.Tensor, piece: int, parts: Sequence[torch.Tensor]
+    ) -> list[bool]:
+        half = torch.empty_like(flat, dtype=torch.bfloat16)
+        fits = [_form(p) == form for p, form in zip(parts, self._forms, strict=True)]
+        views = self._in_piece(flat, piece)
+        pairs = zip(fits, self._of(parts, piece), views, strict=True)
+        compat.copy_all(
+            self._in_piece(half, piece), [p if fit else view for fit, p, view in pairs]
+        )
+        # By bits, since NaN is not equal to itself, and -0 is equal to 0.
+        differs = flat.bfloat16().view(torch.int16) != half.view(torch.int16)
+        torch.where(differs, half.float(), flat, out=flat)
+        return [
+            clone is not None and bool(differing.any())
+            for differing, clone in zip(
+                self._in_piece(differs, piece), self._clones, strict=True
+            )
+        ]
+
+    def _keep(self, piece: int) -> None:
+        """Keeps what the parameters lack of the masters."""
+        start, stop = self.pieces[piece]
+        flat, low = self._flat[: stop - start], self._low[start:stop]
+        bits = flat.view(torch.int32)
+        low.copy_(bits)  # the lower 16 bits: the conversion drops the upper ones
+        at = _ties_in(low)
+        rest = bits[at] - flat[at].bfloat16().float().view(torch.int32)
+        self._ties[piece] = at[rest != _TIE]
+
+    # -- memory --------------------------------------------------------------------
+
     def _lies(self, at: int) -> bool:
         """Whether a parameter is in the memory that is watched."""
         memory, own = self._memories[at], compat.own_memory(self.params[at])
@@ -183,11 +266,15 @@ class Chunk:
         # `data`, since the writes to it are counted where the step is known to write.
         return [compat.own_memory(param.data) for param in self.params]
 
+    def _resize(self) -> None:
+        self._flat.untyped_storage().resize_(self._flat.numel() * 4)
+
     def _free(self) -> None:
         self._flat.untyped_storage().resize_(0)
 
-    def _new_masters(self) -> list[torch.Tensor]:
-        return self._as_params(self._views)
+    def _show(self, views: Sequence[torch.Tensor]) -> None:
+        for master, view in zip(self.masters, views, strict=True):
+            compat.own_memory(master).data = view
 
     def _as_params(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Parameters in the memory of `views`, sharded as the half parameters are."""
@@ -197,12 +284,39 @@ class Chunk:
             for view, p in zip(views, self.params, strict=True)
         ]
 
+    def _of(self, tensors: Sequence[torch.Tensor], piece: int) -> list[torch.Tensor]:
+        """The elements of a piece in tensors that are laid out as the parameters."""
+        if not self.is_cut:
+            return [*tensors]
+        start, stop = self.pieces[piece]
+        return [in_order(each)[start:stop] for each in tensors]
+
+    def _in_piece(self, flat: torch.Tensor, piece: int) -> list[torch.Tensor]:
+        """The masters' parts of the memory `flat` of a piece."""
+        start, stop = self.pieces[piece]
+        return [flat[: stop - start]] if self.is_cut else [*self._views_of(flat)]
+
     def _views_of(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
         """Each parameter's part of `flat`, in the memory format of the parameter."""
-        begin = 0
+        begin = flat.storage_offset()
         for shape, strides, *_ in self._forms:
             yield flat.as_strided(shape, strides, begin)
             begin += shape.numel()
+
+
+def _ties_in(low: torch.Tensor) -> torch.Tensor:
+    """The positions at which `low` is `_TIE`."""
+    whole = low.numel() // _BLOCK * _BLOCK
+    blocks = low[:whole].view(-1, _BLOCK)
+    hit = (blocks.amin(1) == _TIE).nonzero().flatten()
+    at = (blocks[hit] == _TIE).nonzero()
+    last = (low[whole:] == _TIE).nonzero().flatten() + whole
+    return torch.cat([hit[at[:, 0]] * _BLOCK + at[:, 1], last])
+
+
+def in_order(value: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor without gaps in the order of its memory."""
+    return value.as_strided((value.numel(),), (1,))
 
 
 def _forget(chunk: weakref.ref[Chunk], at: int, memory: compat.Memory) -> None:
