@@ -144,7 +144,7 @@ class UpdateMeter:
     def _after(self, *_: Any) -> None:
         if not self._meant:
             return
-        optimizer = self._optimizer()
+        begin, optimizer = time.perf_counter(), self._optimizer()
         cuts = optimizer is not None and is_elementwise(optimizer)
         with torch.no_grad():
             for param, before, meant in self._meant:
@@ -152,6 +152,7 @@ class UpdateMeter:
                 if now is not None and now.shape == before.shape:
                     self._add(param, now.float() - before, meant)
         self._meant = []
+        self._next += (time.perf_counter() - begin) / self._at_most
 
     def _add(
         self, param: torch.Tensor, made: torch.Tensor, meant: torch.Tensor

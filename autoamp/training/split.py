@@ -208,9 +208,7 @@ class Chunk:
         now = [*(parts or self._parts())]
         for at, (part, form) in enumerate(zip(now, self._forms, strict=True)):
             if parts is not None and part.shape != form[0]:  # nobody reads this master
-                now[at] = torch.zeros_like(part, dtype=torch.bfloat16).new_zeros(
-                    form[0]
-                )
+                now[at] = part.new_zeros(form[0], dtype=torch.bfloat16)
         halves = [
             part if clone is None else clone
             for part, clone in zip(now, self._clones, strict=True)
