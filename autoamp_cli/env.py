@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import metadata
 from typing import Any
 
 import click
@@ -45,6 +46,14 @@ def env(json_to: str | None) -> None:
         click.echo(f"\n{name}")
         for line in lines:
             click.echo(f"  {line}")
+    click.echo(f"\nPaste this in a new issue: {_address()}/issues/new", err=True)
+
+
+def _address() -> str:
+    """The address of the repository, which pyproject.toml alone holds."""
+    named = metadata("autoamp").get_all("Project-URL") or []
+    pairs = (each.partition(", ")[::2] for each in named)
+    return next((url for name, url in pairs if name == "Repository"), "")
 
 
 def _variables() -> list[str]:
