@@ -155,7 +155,11 @@ def accelerate_hook(**options: Unpack[ConvertOptions]) -> Any:
         >>> autoamp.is_converted(model)
         True
     """
-    base: Any = import_module("accelerate.hooks").ModelHook
+    try:
+        base: Any = import_module("accelerate.hooks").ModelHook
+    except ImportError:
+        missing = "accelerate is not installed (pip install accelerate)"
+        raise ImportError(missing) from None
     Options().replace(**options)
 
     class Hook(base):  # type: ignore[misc]

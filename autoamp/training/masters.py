@@ -408,6 +408,7 @@ class Masters:
             try:
                 body(part)
             finally:
+                master.grad = None  # a view would hold the whole gradient
                 chunk.close(piece)
                 for key, value in part.state.get(master, {}).items():
                     after[key] = _put(value, after.get(key), param, start, stop)

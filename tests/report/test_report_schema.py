@@ -89,7 +89,13 @@ def reports() -> list[autoamp.Report]:
     given = {"precision": "bf16", "do_no_harm": False}
     autoamp.convert(placed, **given, budget="9 autocast", calibrate_on=[x])
     placed(x)
-    converted = map(autoamp.report, (model, kept, placed))
+    half = nn.Linear(8, 8).bfloat16()
+    steps = torch.optim.SGD(half.parameters(), lr=0.1)
+    autoamp.convert(half, steps)
+    for _ in range(2):  # updates are looked at from the second step on
+        half(torch.ones(2, 8).bfloat16()).sum().backward()
+        steps.step()
+    converted = map(autoamp.report, (model, kept, placed, half))
     return [told, *converted]
 
 

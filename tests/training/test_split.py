@@ -7,6 +7,7 @@ weights beside the model, steps them by torch's optimizer and rounds them.
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import math
 from collections.abc import Callable, Iterable
@@ -619,6 +620,34 @@ def test_four_bytes_a_weight_and_one_chunk_in_a_step(
     assert 4 * count <= held <= 4 * count + 10 * (ties + 10)
     assert len(sizes) == len(masters(optimizer).chunks) == math.ceil(count / CHUNK)
     assert max(sizes) <= 4 * CHUNK
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_nothing_else_is_held_after_a_step(
+    pieces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if pieces:
+        monkeypatch.setattr(split, "CHUNK", 496)
+    model = net()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    autoamp.convert(model, optimizer)
+    gc.collect()
+    before = {id(each) for each in gc.get_objects()}
+    for loss in losses_of(model, 0):
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    del loss
+    gc.collect()
+    state = [v for each in optimizer.state.values() for v in each.values()]
+    known = {v.untyped_storage()._cdata for v in [*state, *model.parameters()]}
+    new = [each for each in gc.get_objects() if id(each) not in before]
+    found = [each for each in new if issubclass(type(each), Tensor)]
+    left = [each for each in found if each.untyped_storage()._cdata not in known]
+    most = sum(p.numel() for p in model.parameters()) * 2  # the clones share memory
+    fp32 = [each for each in left if each.dtype == torch.float32]
+    assert sum(each.untyped_storage().nbytes() for each in fp32) == 0
+    assert sum(each.untyped_storage().nbytes() for each in left) <= most + 1000
 
 
 def test_a_weight_of_two_optimizers_has_one_whole_master() -> None:

@@ -128,7 +128,8 @@ def _answers(report: Document, advice: Sequence[str]) -> dict[str, Any]:
 def _no_answers(report: Document, advice: Sequence[str]) -> dict[str, Any]:
     """The answers where nothing was converted: the verdict, and what to do next."""
     none: dict[str, list[Any]] = {"before": [], "after": []}
-    found = {"verdict": _verdict(report), "runs_low": [], "gains": None}
+    verdict = attempt("the verdict", lambda: _verdict(report), lambda said: [said])
+    found = {"verdict": verdict, "runs_low": [], "gains": None}
     return {**found, "figures": none, "next": list(advice)}
 
 

@@ -405,7 +405,9 @@ def test_every_op_of_torchs_with_products_has_flops_or_a_reason() -> None:
         ((8, 9), torch.bfloat16, "CUDA 8.9", True),
         ((9, 0), torch.bfloat16, "CUDA 9.0", True),
         ((10, 0), torch.bfloat16, "CUDA 10.0", True),
-        ((12, 0), torch.bfloat16, "CUDA 10.0", True),
+        ((11, 0), torch.bfloat16, "CUDA 10.0", True),
+        ((12, 0), torch.bfloat16, "CUDA 12.0", True),
+        ((12, 1), torch.bfloat16, "CUDA 12.0", True),
     ],
 )
 def test_a_gpu_is_taken_for_the_newest_that_is_not_newer(

@@ -271,7 +271,7 @@ def documented() -> set[str]:
     text = (
         DOCS.read_text("utf-8").split("## TensorFlow's painting")[1].split("\n## ")[0]
     )
-    return set(re.findall(r"(?:^\| |[.:] )\*(.+?)\*", text, re.MULTILINE))
+    return set(re.findall(r"(?:^- |[.:] )\*(.+?)\*", text, re.MULTILINE))
 
 
 def test_the_documentation_has_the_list() -> None:
