@@ -208,7 +208,7 @@ def times() -> Data:
 
 
 def meter() -> Data:
-    """The share of the time of training that GPT-2 that the meter takes, by a clock
+    """The share of the time of training this GPT-2 that the meter takes, by a clock
     round each of its calls."""
     rows, calls = [], list[float]()
 
