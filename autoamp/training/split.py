@@ -23,6 +23,10 @@ CHUNK = 1 << 20
 stepped in pieces of so many elements where the optimizer is elementwise.  A multiple of
 16: fused kernels of CPUs round the elements after the last 16 otherwise."""
 
+ELSEWHERE = 1 << 25
+"""The same on other devices, 128 MiB in fp32: a GPU steps a million elements in less
+time than it takes to start the kernels of a piece.  (By count; not measured.)"""
+
 _IDLE = 3
 """A weight that some kernel moves, but does not write to, in so many steps in a row is
 watched no more: each move copies the weight."""
@@ -74,7 +78,8 @@ class Chunk:
         self._forms = [*map(_form, self._parts())]
         size = sum(shape.numel() for shape, *_ in self._forms)
         sharded = any(map(compat.is_distributed, params))
-        most = CHUNK if cut and count == 1 and size > CHUNK and not sharded else size
+        chunk = _chunk_on(params[0].device)
+        most = chunk if cut and count == 1 and size > chunk and not sharded else size
         starts = range(0, size, most) if size else [0]
         self.pieces = [(at, min(at + most, size)) for at in starts]
         self._low = torch.zeros(size, dtype=torch.int16, device=params[0].device)
@@ -216,8 +221,10 @@ class Chunk:
         compat.copy_all(views, self._of(halves, piece))
         bits = flat[: stop - start].view(torch.int32)
         low = self._low[start:stop]
-        for some, rest in zip(bits.split(_SLICE), low.split(_SLICE), strict=True):
-            some.add_(rest)  # torch converts `rest` in a copy
+        # On a CPU torch converts the 16 bits in a copy first.
+        size = _SLICE if low.is_cpu else ELSEWHERE
+        for some, rest in zip(bits.split(size), low.split(size), strict=True):
+            some.add_(rest)
         bits[self._ties[piece]] += 1 << 16
         if parts is None:
             return []
@@ -338,7 +345,7 @@ def can_split(param: torch.Tensor) -> bool:
 
 
 def chunks_of(params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Splits `params` into lists of one device and at most `CHUNK` elements.
+    """Splits `params` into lists of one device and at most a chunk's elements.
 
     A parameter of more elements has a list of its own.
     """
@@ -346,13 +353,18 @@ def chunks_of(params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     of: dict[torch.device, tuple[list[torch.Tensor], int]] = {}
     for param in params:
         size = compat.local_part(param.detach()).numel()
-        chunk, held = of.get(param.device, ([], CHUNK))
-        if held + size > CHUNK:
+        most = _chunk_on(param.device)
+        chunk, held = of.get(param.device, ([], most))
+        if held + size > most:
             chunk, held = [], 0
             chunks.append(chunk)
         chunk.append(param)
         of[param.device] = chunk, held + size
     return chunks
+
+
+def _chunk_on(device: torch.device) -> int:
+    return CHUNK if device.type == "cpu" else ELSEWHERE
 
 
 def follow(master: torch.Tensor, half: torch.Tensor) -> bool:
