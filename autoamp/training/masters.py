@@ -54,8 +54,9 @@ _shared = WeakIdKeyDictionary()
 _splitter = WeakIdKeyDictionary()
 """Each parameter with a weak reference to the `Masters` that hold its split master."""
 
-_several = WeakIdKeyDictionary()
-"""The parameters that several optimizers step, whose masters stay whole."""
+_whole = WeakIdKeyDictionary()
+"""The parameters whose masters stay whole: several optimizers step them, or they are
+large and have sparse gradients, which cannot be cut in pieces."""
 
 _Given = list[tuple[torch.Tensor | None, int]]
 """The gradient that each master was given, and the master's version then."""
@@ -201,7 +202,7 @@ class Masters:
                         bare.append(param)
                     else:
                         made[param] = self._made(param)
-            whole = [p for p in made if p not in _several and can_split(p)]
+            whole = [p for p in made if p not in _whole and can_split(p)]
             cut = splits and is_elementwise(self.optimizer)
             chunks = [Chunk(each, cut=cut) for each in chunks_of(bare)]
             for each in chunks_of(whole if splits else []):
@@ -240,7 +241,7 @@ class Masters:
         master: torch.Tensor | None = None if shared is None else shared()
         if master is None or master.shape != param.shape:
             return False
-        _several[param] = True
+        _whole[param] = True
         return True
 
     def release(self) -> None:
@@ -357,6 +358,11 @@ class Masters:
         The step itself has the rest, and whatever a class does once in each step.
         """
         body = body_of(self.optimizer)
+        for chunk in [each for each in self.chunks if each.is_cut]:
+            grad = chunk.params[0].grad
+            if grad is not None and grad.layout != torch.strided:
+                _whole[chunk.params[0]] = True
+                self._make_whole(chunk)
         for chunk in self.chunks:
             if body is not None and any(p.grad is not None for p in chunk.params):
                 chunk.begin()

@@ -650,6 +650,27 @@ def test_nothing_else_is_held_after_a_step(
     assert sum(each.untyped_storage().nbytes() for each in left) <= most + 1000
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant")
+@pytest.mark.parametrize("make", [optim.SGD, optim.Adagrad])
+def test_sparse_gradients_of_a_large_weight(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split, "CHUNK", 64)
+    found = []
+    for kind in ("split", "fp32"):
+        torch.manual_seed(0)
+        model = nn.Embedding(100, 8, sparse=True).to(BF16)
+        optimizer = make(model.parameters(), lr=0.1)
+        autoamp.convert(model, optimizer, masters=kind)
+        for step in range(5):
+            optimizer.zero_grad()
+            model(torch.arange(step, step + 9)).float().square().sum().backward()
+            optimizer.step()
+        found.append((model.weight, masters_of(optimizer)[model.weight]))
+    for a, b in zip(*found, strict=True):
+        assert same_bits(a, b)
+
+
 def test_a_weight_of_two_optimizers_has_one_whole_master() -> None:
     model = net()
     first = optim.SGD(model.parameters(), lr=1e-2)
