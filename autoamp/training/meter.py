@@ -97,9 +97,10 @@ class UpdateMeter:
         if begin < self._next or optimizer is None or stepped is not optimizer:
             return
         self._steps += 1
+        if self._steps == 1:  # which makes the state
+            return
         body = body_of(optimizer)
-        # The first step makes the state.
-        if body is not None and self._steps > 1:
+        if body is not None:
             with torch.no_grad():
                 self._look(optimizer, body)
         spent = time.perf_counter() - begin

@@ -22,8 +22,8 @@ def call(line: str) -> Result:
 
 
 def timeless(text: str) -> str:
-    """`text` without the time that the pass took."""
-    return re.sub(r"pass took .*", "", text)
+    """`text` without the times that the pass took, which fill one line or two."""
+    return re.sub(r"\bpass\s+took\s.*?(\n\n|$)", r"\1", text, flags=re.DOTALL)
 
 
 class Launched(Exception):  # noqa: N818 (what happened, not an error)
