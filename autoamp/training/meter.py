@@ -113,11 +113,15 @@ class UpdateMeter:
         states: dict[torch.Tensor, Any] = {}
         for param in chosen:
             state = optimizer.state.get(param, {})
-            half = _cut(compat.local_part(param.detach()), cuts)
-            grad = _cut(compat.local_part(param.grad.detach()), cuts)
-            if half is None or grad is None or grad.is_sparse:
+            whole = compat.local_part(param.detach())
+            of = compat.local_part(param.grad.detach())
+            # A sparse gradient cannot be cut, nor one that is laid out otherwise.
+            if of.layout != whole.layout or of.stride() != whole.stride():
                 continue
-            shape = compat.local_part(param.detach()).shape
+            half, grad = _cut(whole, cuts), _cut(of, cuts)
+            if half is None or grad is None:
+                continue
+            shape = whole.shape
             states[param] = {
                 key: _copied(value, shape, cuts) for key, value in state.items()
             }
@@ -195,7 +199,7 @@ def _copied(value: Any, shape: torch.Size, cuts: bool) -> Any:
         return value
     local = compat.local_part(value.detach())
     if local.shape == shape:
-        cut = _cut(local, cuts)
+        cut = _cut(local.contiguous() if cuts else local, cuts)
         local = local if cut is None else cut
     return in_dtype(local.clone(), torch.float32) if local.dim() else local.clone()
 

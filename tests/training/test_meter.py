@@ -180,6 +180,21 @@ def test_large_weights_are_cut_and_take_turns(monkeypatch: pytest.MonkeyPatch) -
     assert all(looks.sums(p) is not None for p in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant")
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gradients_of_other_layouts_do_not_stop_a_step(sparse: bool) -> None:
+    model = nn.Embedding(2000, 64, sparse=sparse).to(BF16)
+    optimizer = optim.SGD(model.parameters(), lr=RATE, momentum=0.0 if sparse else 0.9)
+    each_step(optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.arange(8)).float().sum().backward()
+        if not sparse:  # as large as is cut, and laid out across
+            model.weight.grad = torch.ones(64, 2000, dtype=BF16).t()
+        optimizer.step()
+    assert not shares_of(model)
+
+
 def test_looks_take_one_percent_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(meter.time, "perf_counter", lambda: now[0])
