@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import click
@@ -62,13 +65,19 @@ def _ended_by_ctrl_c() -> Iterator[None]:
     """Makes an exit with status 130 of any error after Ctrl-C.
 
     An import that Ctrl-C meets may raise an error of its own in the place of
-    `KeyboardInterrupt`, and click would give both status 1.
+    `KeyboardInterrupt`, and click would give both status 1.  torch imports numpy in C++
+    and drops any error of that import, so Ctrl-C there would be lost and the command
+    would go on: while torch is imported the process ends at once.
     """
     seen = threading.Event()
     before = signal.getsignal(signal.SIGINT)
 
-    def note(number: int, frame: Any) -> None:
+    def note(number: int, frame: FrameType | None) -> None:
         seen.set()
+        if _imports_torch(frame):
+            click.echo("Interrupted.", err=True)
+            sys.stdout.flush()
+            os._exit(INTERRUPTED)
         signal.default_int_handler(number, frame)
 
     listens = before is signal.default_int_handler and (
@@ -88,6 +97,16 @@ def _ended_by_ctrl_c() -> Iterator[None]:
     finally:
         if listens:
             signal.signal(signal.SIGINT, before)
+
+
+def _imports_torch(frame: FrameType | None) -> bool:
+    """Whether `torch/__init__.py` runs in `frame` or in one of its callers."""
+    while frame is not None:
+        code = frame.f_code.co_name
+        if code == "<module>" and frame.f_globals.get("__name__") == "torch":
+            return True
+        frame = frame.f_back
+    return False
 
 
 command = partial(click.command, cls=Command)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -245,8 +247,36 @@ def test_a_wrong_shape_is_blamed_on_a_line_of_the_users(name: str) -> None:
 @pytest.mark.parametrize("after", [0.3, 0.8, 1.6, 4.0])
 def test_ctrl_c_ends_a_command_with_130_at_any_time(after: float) -> None:
     """While modules are imported, and while a model is at work."""
+    with _explaining(_MAIN) as running:
+        time.sleep(after)
+        running.send_signal(signal.SIGINT)
+        _, told = running.communicate(timeout=30)
+    assert (running.returncode, told) == (130, "Interrupted.\n")
+
+
+def test_ctrl_c_while_torch_imports_numpy_is_not_lost() -> None:
+    """torch drops errors of that import: a command went on for a minute."""
+    strikes = """
+import os, signal, sys
+class Strikes:
+    def find_spec(self, name, *_):
+        if name == "numpy":
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Strikes())
+"""
+    with _explaining(strikes + _MAIN) as running:
+        _, told = running.communicate(timeout=30)
+    assert (running.returncode, told) == (130, "Interrupted.\n")
+
+
+_MAIN = "from autoamp_cli import main; main(prog_name='autoamp')"
+
+
+@contextlib.contextmanager
+def _explaining(code: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that explains a model whose factory takes a minute."""
     Path("slow.py").write_text("import time\ndef f(): time.sleep(60)\n")
-    code = "from autoamp_cli import main; main(prog_name='autoamp')"
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     running = subprocess.Popen(
         [sys.executable, "-c", code, "explain", "slow.py:f"],
@@ -255,10 +285,11 @@ def test_ctrl_c_ends_a_command_with_130_at_any_time(after: float) -> None:
         text=True,
     )
     signal.signal(signal.SIGINT, before)
-    time.sleep(after)
-    running.send_signal(signal.SIGINT)
-    _, told = running.communicate(timeout=30)
-    assert (running.returncode, told) == (130, "Interrupted.\n")
+    with running:
+        try:
+            yield running
+        finally:
+            running.kill()
 
 
 def test_ctrl_c_inside_a_factory_or_an_error_of_an_import(
