@@ -29,6 +29,16 @@ _QUESTIONS = {
 """Each unit of a CPU to the function of `torch.cpu` that says whether it is here."""
 
 
+def products_give_fp32() -> bool:
+    """Whether torch's CUDA kernels give products of 16-bit matrices in fp32.
+
+    `torch.mm(a, b, out_dtype=torch.float32)` writes the kernel's fp32 sums as they are.
+    A build for ROCm has the call as well and raises "output type float is not supported
+    for ROCm" (aten/src/ATen/cuda/CUDABlas.cpp).
+    """
+    return torch.version.hip is None and "dtype" in torch.ops.aten.mm.overloads()
+
+
 def is_capturing(device: torch.device) -> bool:
     """Whether work on `device` is being recorded in a CUDA graph: nothing may wait."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

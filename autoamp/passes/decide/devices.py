@@ -185,6 +185,15 @@ class Device:
         """Whether one op on many tensors is faster than many ops: each is a kernel."""
         return kind_of(self.type).is_asynchronous
 
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether a product of low matrices can give its fp32 sums without rounding.
+
+        Every kernel that multiplies 16-bit numbers sums in fp32; those for CUDA can
+        write the sums out as well.
+        """
+        return self.type == "cuda" and self.pays and compat.products_give_fp32()
+
     def flops_per_ns(self, kind: str, rows: float, *, low: bool) -> float:
         """The rate of products, in GFLOP/s.
 

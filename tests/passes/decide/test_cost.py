@@ -503,3 +503,17 @@ def test_products_in_tf32_are_priced_by_their_kind() -> None:
     assert convolved(fast) < convolved(DEVICE) / 5
     multiplied = partial(high, torch.matmul, (512, 512), (512, 512))
     assert multiplied(fast) == multiplied(DEVICE)
+
+
+def test_gpus_with_units_for_the_dtype_keep_sums() -> None:
+    """`torch.mm(..., out_dtype=)` is of CUDA alone, and no product of V100 is in bf16."""
+    keeps = {
+        (name, low): named_device(name, low).keeps_sums
+        for name in ("cuda:sm_70", "cuda:sm_90", "cpu:amx")
+        for low in (torch.bfloat16, torch.float16)
+    }
+    assert [each for each, kept in keeps.items() if kept] == [
+        ("cuda:sm_70", torch.float16),
+        ("cuda:sm_90", torch.bfloat16),
+        ("cuda:sm_90", torch.float16),
+    ]
