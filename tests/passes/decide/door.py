@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from autoamp.passes.decide.assign import Assignment, assign
 from autoamp.passes.decide.cost import Prices, price_graph
-from autoamp.passes.decide.devices import Device, Rates, device_of, rate_at
+from autoamp.passes.decide.devices import (
+    Device,
+    Rates,
+    device_of,
+    named_device,
+    rate_at,
+)
 from autoamp.passes.decide.flops import flops_of, formula_of
 from autoamp.passes.decide.mincut import (
     ContradictionError,
@@ -52,6 +58,7 @@ __all__ = [
     "forced",
     "formula_of",
     "least_cost",
+    "named_device",
     "price_graph",
     "project",
     "promote",

@@ -27,6 +27,7 @@ from tests.passes.decide.door import (
     device_of,
     flops_of,
     formula_of,
+    named_device,
     price_graph,
     rate_at,
 )
