@@ -507,7 +507,7 @@ def test_products_in_tf32_are_priced_by_their_kind() -> None:
 
 
 def test_gpus_with_units_for_the_dtype_keep_sums() -> None:
-    """`torch.mm(..., out_dtype=)` is of CUDA alone, and no product of V100 is in bf16."""
+    """`torch.mm(..., out_dtype=)` is of CUDA alone; V100 has no units for bf16."""
     keeps = {
         (name, low): named_device(name, low).keeps_sums
         for name in ("cuda:sm_70", "cuda:sm_90", "cpu:amx")
