@@ -34,16 +34,15 @@ def problems(draw: st.DrawFn, most: int = 9) -> Problem:
     some = st.sampled_from(names)
     costs = st.integers(0, 9)
     cast = st.one_of(st.integers(0, 6), st.integers(0, 6), st.none())
-    groups = [
-        Group(
-            (f"g{i}", 0, 0),
-            draw(some),
-            tuple(draw(st.lists(some, min_size=1, max_size=4, unique=True))),
-            draw(cast),
-            draw(cast),
-        )
-        for i in range(draw(st.integers(0, 7)))
-    ]
+    groups = []
+    for i in range(draw(st.integers(0, 7))):
+        readers = draw(st.lists(some, min_size=1, max_size=4, unique=True))
+        down, up, made = draw(cast), draw(cast), None
+        if down is not None and up is not None and draw(st.booleans()):
+            made = draw(st.integers(max(0, up - down), up))
+        key = (f"g{i}", 0, 0)
+        group = Group(key, draw(some), tuple(readers), down, up, made=made)
+        groups.append(group)
     pairs = st.lists(st.tuples(some, some), max_size=2)
     few = st.lists(some, max_size=2, unique=True)
     return Problem(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -468,24 +468,14 @@ class FlipsAlone:
         prices = self._problem.unary[name]
         extra = prices[after(name)] - prices[name in self._low]
         for group in self._groups[name]:
-            cost = cast_cost(group, after)
+            cost = group.cost(after)
             if cost is None:
                 return None
-            extra += cost - (cast_cost(group, self._low.__contains__) or 0)
+            extra += cost - (group.cost(self._low.__contains__) or 0)
         more = 0
         if self._verdicts[name].category is Category.ALLOW:
             more = 1 if name in self._low else -1
         return extra - self._reward * more, more
-
-
-def cast_cost(group: Group, is_low: Callable[[str], bool]) -> int | None:
-    """The cost of the cast that a labelling needs in a group; None if forbidden.
-
-    The source side of the problem is low (`passes/decide/problem.py`).
-    """
-    if is_low(group.value):
-        return group.to_sink if any(not is_low(r) for r in group.readers) else 0
-    return group.to_source if any(is_low(r) for r in group.readers) else 0
 
 
 # -- options ---------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from torch.utils import _pytree as pytree
 
 from autoamp import compat
 from autoamp.passes import list as passes
+from autoamp.passes.decide.cost import Prices, price_graph
 from autoamp.passes.decide.devices import Device, Rates
 from autoamp.passes.record import Rewritten, Setting
 from autoamp.passes.rows import costs_of
@@ -87,8 +89,15 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
 def rewritten(
     built: Built, options: dict[str, Any], device: Device, free_weights: bool
 ) -> Rewritten:
+    def price(*args: Any, **told: Any) -> Prices:
+        found = price_graph(*args, **told)
+        # As if any op could write its result in fp32: the law of prices is the same.
+        wide = {value: up // 2 for value, up in found.up.items()}
+        return replace(found, wide=wide if device.launch_ns else {})
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(passes, "device_for", lambda *_, **__: device)
+        patch.setattr(passes, "price_graph", price)
         low = LOW[options["precision"]]
         return rewrite_normalised(
             built.normalised(), Options(**options), low, Setting(free_weights), {}
@@ -102,16 +111,21 @@ def cost_of(found: Rewritten) -> int:
     """The price of the emitted graph, once more: by what its nodes are recorded as."""
     prices = found.assignment.prices
     before = {n.name: n for n in found.before.graph.nodes}
+    groups = found.assignment.problem.groups
+    wide = {g.key[0]: g.made for g in groups if g.made is not None}
     total = 0
     for node in found.gm.graph.nodes:
         if node.name in prices.ops:
             total += prices.ops[node.name][node.name in found.assignment.low]
         elif CAST_KIND in node.meta:
             source = node.all_input_nodes[0]
+            alone = len(source.users) == 1
             while source.name not in before:
                 source = source.all_input_nodes[0]
-            up = node.meta["val"].dtype == torch.float32
-            total += (prices.up if up else prices.down)[source.name]
+            table = prices.down
+            if node.meta["val"].dtype == torch.float32:
+                table = wide if alone and source.name in wide else prices.up
+            total += table[source.name]
     return total
 
 

@@ -81,7 +81,9 @@ class Checks:
         """The casts and ops of the emitted graph cost what the placement promised."""
         verifier = self._verifier_of(was.gm)
         prices, assignment = was.prices, was.assignment
-        counted = verifier.recount(now.gm, prices.ops, prices.down, prices.up)
+        groups = assignment.problem.groups
+        wide = {g.key[0]: g.made for g in groups if g.made is not None}
+        counted = verifier.recount(now.gm, prices.ops, prices.down, prices.up, wide)
         if counted != assignment.cost:
             low = frozenset(n for n, d in assignment.decisions.items() if d.low)
             casts = promised_casts(assignment.problem, low)

@@ -13,6 +13,7 @@ import functools
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -74,10 +75,14 @@ class Verifier:
         op_prices: Mapping[str, tuple[int, int]],
         down_prices: Mapping[str, int],
         up_prices: Mapping[str, int],
+        wide_prices: Mapping[str, int] = MappingProxyType({}),
     ) -> int:
         """The cost of `rewritten`, counted anew from its ops, as they run, and casts.
 
         Before clean-up this cost must equal the cost that the placement promised.
+
+        Args:
+            wide_prices: value to the price of its only use, where that is a cast up.
         """
         before, after = self._before, self._after(rewritten)
         total = 0
@@ -88,7 +93,10 @@ class Verifier:
                 total += op_prices[node.name][_runs_low(node, before, after)]
             elif _is_inserted_cast(node, before):
                 source, way = _cast_of(node, before, after)
-                total += (up_prices if way == "up" else down_prices)[source]
+                prices = up_prices if way == "up" else down_prices
+                if source in wide_prices and way == "up" and _is_only_use(node):
+                    prices = wide_prices
+                total += prices[source]
         return total
 
     def not_as_promised(
@@ -238,6 +246,12 @@ def _cast_of(node: fx.Node, before: StandIns, after: StandIns) -> tuple[str, str
     while source.name not in before.nodes:
         source = source.all_input_nodes[0]
     return source.name, "up" if up else "down"
+
+
+def _is_only_use(cast: fx.Node) -> bool:
+    """Whether nothing but the cast reads what it casts."""
+    (source,) = cast.all_input_nodes
+    return len(source.users) == 1
 
 
 def _runs_low(node: fx.Node, before: StandIns, after: StandIns) -> bool:

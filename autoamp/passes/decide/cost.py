@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ class Prices:
     Attributes:
         ops: node to (cost in fp32, cost in the low dtype).
         down, up: value to the cost of one cast of it.
+        wide: value to the cost of having its product write it in fp32, for low products
+            that can; it stands in the place of a cast up for all readers.
         reward: the amount added to the fp32 cost of every allow op, 0 with do_no_harm.
         in_bytes: whether prices count bytes kept for the backward instead of time.
         device: the roofline behind the prices.
@@ -62,6 +64,7 @@ class Prices:
     reward: int
     in_bytes: bool
     device: Device
+    wide: Mapping[str, int] = field(default_factory=dict)
 
 
 PriceModel = Callable[..., Prices]
@@ -116,7 +119,7 @@ def price_graph(
         for name in filter(classified.is_allowed, verdicts):
             high, low = ops[name]
             ops[name] = (high + reward, low)
-    return Prices(ops, down, casts, reward, objective == "memory", device)
+    return Prices(ops, down, casts, reward, model.by_memory, device)
 
 
 def as_authors_ask(prices: Prices, classified: Classified) -> Prices:
@@ -175,10 +178,12 @@ class _Model:
             # 1 at least: of placements that keep equally many bytes, the one with fewer
             # casts.
             return 1 + (self.low * fact.numel if fact.requires_grad else 0)
-        moved = (self.high + self.low) * fact.numel
-        nanoseconds = self.device.launch_ns + moved / self.device.cast_bandwidth(moved)
         # The backward of a cast casts the gradient the other way.
-        return self._units(nanoseconds * (2 if fact.requires_grad else 1))
+        return self._units(self._cast_ns(fact) * (2 if fact.requires_grad else 1))
+
+    def _cast_ns(self, fact: NodeFacts) -> float:
+        moved = (self.high + self.low) * fact.numel
+        return self.device.launch_ns + moved / self.device.cast_bandwidth(moved)
 
     @staticmethod
     def _units(nanoseconds: float) -> int:

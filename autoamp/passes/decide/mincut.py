@@ -6,10 +6,12 @@ the sides mean (`passes/decide/problem.py`: low and fp32).  The total to minimis
     sum of unary costs
   + for each group, `to_source` once if its value is on the sink side and any reader is
     on the source side
-  + for each group, `to_sink` once in the opposite case
+  + for each group, `to_sink` once in the opposite case; or `made`, if the group has
+    such a price and all its readers are on the sink side
 
 A copy is shared: one serves all readers of its group.  A group of one reader is a cost
-of that reader standing on another side than the value.
+of that reader standing on another side than the value.  A value that no reader wants on
+the source side needs no copy where its maker can make it for the sink side at once.
 
 The total is submodular, hence an s-t min-cut: an edge a -> b of capacity w costs w when
 a is on the source side and b on the sink side.  Constraints are edges of capacity "more
@@ -19,7 +21,7 @@ be minimized via graph cuts?" (2004), with one auxiliary node per group and dire
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -40,6 +42,9 @@ class Group:
         to_source: cost of one copy to the source side; None forbids it.
         to_sink: cost of one copy to the sink side; None forbids it.
         why: the reason why a copy is forbidden.
+        made: cost of making the value for the sink side, in the place of `to_sink`
+            where all readers are there; between `to_sink - to_source` and `to_sink`.
+            None where it cannot be made so, or a copy is forbidden.
     """
 
     key: tuple[str, int, int]
@@ -48,6 +53,16 @@ class Group:
     to_source: int | None
     to_sink: int | None
     why: str = "the value must not be copied"
+    made: int | None = None
+
+    def cost(self, is_source: Callable[[str], bool]) -> int | None:
+        """The cost of the copy that a labelling needs; None if it is forbidden."""
+        wanted = {is_source(reader) for reader in self.readers}
+        if wanted <= {is_source(self.value)}:
+            return 0
+        if not is_source(self.value):
+            return self.to_source
+        return self.to_sink if True in wanted or self.made is None else self.made
 
 
 @dataclass(frozen=True)
@@ -92,14 +107,10 @@ def energy(problem: Problem, source: frozenset[str]) -> int | None:
         return None
     total = sum(costs[v in source] for v, costs in problem.unary.items())
     for group in problem.groups:
-        if group.value in source:
-            cost, needed = group.to_sink, any(r not in source for r in group.readers)
-        else:
-            cost, needed = group.to_source, any(r in source for r in group.readers)
-        if needed:
-            if cost is None:
-                return None
-            total += cost
+        cost = group.cost(source.__contains__)
+        if cost is None:
+            return None
+        total += cost
     return total
 
 
@@ -178,6 +189,9 @@ class Network:
         for reader, value, _ in problem.follows:
             self._edge(reader, value, self.never)
         for number, group in enumerate(problem.groups):
+            if group.made is not None:
+                self._made(group, number, group.made)
+                continue
             self._copy(group, ("source", number), group.to_source)
             self._copy(group, ("sink", number), group.to_sink)
 
@@ -208,6 +222,23 @@ class Network:
             pairs.append((to, group.value, cost))
         for a, b, capacity in pairs:
             self._edge(*((a, b) if to[0] == "source" else (b, a)), capacity)
+
+    def _made(self, group: Group, number: int, made: int) -> None:
+        """Adds the edges of a group whose value can be made for the sink side."""
+        assert group.to_source is not None
+        assert group.to_sink is not None
+        some_source, some_sink = ("source", number), ("sink", number)
+        # With the value on the source side, readers on both sides pay `made + more`,
+        # which is `to_sink`; with the value on the sink side, readers on the source
+        # side pay `more` and the rest of `to_source`.
+        more = group.to_sink - made
+        self._edge(group.value, some_sink, made)
+        self._edge(some_source, some_sink, more)
+        self._edge(some_source, group.value, group.to_source - more)
+        self._edge(some_sink, group.value, self.never)
+        for reader in group.readers:
+            self._edge(reader, some_source, self.never)
+            self._edge(some_sink, reader, self.never)
 
     def copy(self) -> Network:
         """A network that changes apart from this one."""

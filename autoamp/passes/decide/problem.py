@@ -99,6 +99,7 @@ def _cast_groups(
     """One group per value, region and epoch, whose readers may share a cast."""
     facts = classified.facts
     readers: dict[tuple[str, int, int], list[str]] = defaultdict(list)
+    as_they_come: set[str] = set()
     follows: list[tuple[str, str, str]] = []
     for name in classified.verdicts:
         for operand, mode in classified.reads(name):
@@ -106,6 +107,7 @@ def _cast_groups(
             # A comparison, or a cast of the user's, would show a move's rounding.
             shows = classified.moves(at) and mode != "same"
             if mode == "any" and not shows:
+                as_they_come.add(operand.value)
                 continue
             # A cast made under `no_grad` or autocast is no cast for readers outside,
             # and a cast from before a write is stale.
@@ -118,6 +120,7 @@ def _cast_groups(
             # The results are cast at the end, behind all regions and writes.
             readers[(value, -1, -1)].append(FP32)
     returned_inside = returned_and_used(classified)
+    copies = Counter(value for value, _, _ in readers)
     groups = []
     for key, names in readers.items():
         value, region, _ = key
@@ -127,6 +130,10 @@ def _cast_groups(
             up = 0  # the up-cast that is returned serves these readers
         elif classified.moves(maker):
             up = None  # a move may round only for low readers
+        made = None
+        # A product writes one dtype, so that one group has to hold all the readers.
+        if up is not None and copies[value] == 1 and value not in as_they_come:
+            made = _in_bounds(prices.wide.get(value), up, prices.down[value])
         groups.append(
             Group(
                 key=key,
@@ -135,9 +142,18 @@ def _cast_groups(
                 to_source=prices.down[value],
                 to_sink=up,
                 why=f"{maker} would round numbers that are read in fp32",
+                made=made,
             )
         )
     return groups, follows
+
+
+def _in_bounds(wide: int | None, up: int, down: int) -> int | None:
+    """A price of a wide product for which the problem is a minimum cut.
+
+    Prices that were measured one by one may lie out of these bounds.
+    """
+    return None if wide is None else min(max(wide, up - down), up)
 
 
 def _rounded_before_maxima(classified: Classified) -> list[tuple[str, str, str]]:

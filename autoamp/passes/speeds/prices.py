@@ -297,10 +297,16 @@ def _replaced(roofline: Prices, found: Mapping[tuple[str, str], float]) -> Price
         ops[name] = price("high", name), price("low", name)
         if high == low:  # the call is the same with either label
             ops[name] = (ops[name][0],) * 2
+    up = {name: price("up", name) for name in roofline.up}
     return replace(
         roofline,
         ops=ops,
         down={name: price("down", name) for name in roofline.down},
-        up={name: price("up", name) for name in roofline.up},
+        up=up,
+        # As much off as the cast whose place it takes.
+        wide={
+            name: max(1, round(wide * up[name] / roofline.up[name]))
+            for name, wide in roofline.wide.items()
+        },
         device=replace(roofline.device, name=f"{roofline.device.name}, measured"),
     )

@@ -31,7 +31,6 @@ from autoamp.report.why import (
     Flips,
     FlipsAlone,
     candidates,
-    cast_cost,
     remedy_for,
     risk_of,
     root_text,
@@ -203,7 +202,7 @@ def _casts(section: Section, box_of: Mapping[str, int]) -> list[tuple[int, int]]
     assignment = section.rewritten.assignment
     found = []
     for group in assignment.problem.groups:
-        cost = cast_cost(group, assignment.low.__contains__)
+        cost = group.cost(assignment.low.__contains__)
         if cost:
             is_low = group.value in assignment.low
             readers = [r for r in group.readers if (r in assignment.low) != is_low]

@@ -24,7 +24,7 @@ from tests.passes.check.door import (
 )
 from tests.quick import explored
 from tests.says import says
-from tests.small_models import node
+from tests.small_models import Of, node
 from tests.strategies import Program, choices, inputs, programs
 
 ROWS, WIDTH = 4, 8
@@ -204,6 +204,38 @@ def test_one_cast_more_or_less_is_counted() -> None:
         recount(fewer, clean_up(fewer.gm))
         == promised - found.assignment.prices.down["x1"]
     )
+
+
+def test_a_product_that_nothing_but_a_cast_reads_has_its_price_in_fp32(
+    monkeypatch,
+) -> None:
+    real = passes.price_graph
+
+    def price(*args: Any, **told: Any) -> Any:
+        wide = {"linear": 1, "linear_1": 2}
+        return dataclasses.replace(real(*args, **told), wide=wide)
+
+    def function(m: Of, x: Tensor) -> tuple[Tensor, ...]:
+        return m.fc(x).exp(), m.fc(x).exp(), m.fc(x)
+
+    monkeypatch.setattr(passes, "price_graph", price)
+    model = Of(function, fc=nn.Linear(WIDTH, WIDTH))
+    x = [torch.zeros(ROWS, WIDTH)]
+    found = small_models.rewritten(model, x, "bf16", deny=("exp",))
+    assert {"linear", "linear_1", "linear_2"} <= found.assignment.low
+    prices = found.assignment.prices
+
+    def counted() -> int:
+        every = prices.ops, prices.down, prices.up, prices.wide
+        return Verifier(found.before).recount(found.gm, *every)
+
+    assert counted() == found.assignment.cost
+    assert counted() == recount(found, found.gm) + 1 + 2 - 2 * prices.up["linear"]
+    low = node(found, "linear")
+    with found.gm.graph.inserting_after(low):
+        another = found.gm.graph.call_function(ATEN.relu.default, (low,))
+    another.meta = dict(low.meta)
+    assert counted() == found.assignment.cost + prices.up["linear"] - 1
 
 
 def test_a_wrong_promise_is_refused(monkeypatch) -> None:

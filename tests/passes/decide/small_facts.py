@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from autoamp.passes.rules import Category
@@ -82,11 +82,16 @@ def verdict(
     return Verdict(**{**plain, **changed})
 
 
-def prices(graph: Facts, ops: dict[str, tuple[int, int]], reward: int = 0) -> Prices:
-    """`ops` as they are; a cast down of any value costs 3, one up 5."""
+def prices(
+    graph: Facts,
+    ops: dict[str, tuple[int, int]],
+    reward: int = 0,
+    wide: Mapping[str, int] | None = None,
+) -> Prices:
+    """`ops` and `wide` as they are; a cast down of any value costs 3, one up 5."""
     values = [f.name for f in graph.nodes.values() if f.is_value]
     down, up = dict.fromkeys(values, 3), dict.fromkeys(values, 5)
-    return Prices(ops, down, up, reward, False, DEVICE)
+    return Prices(ops, down, up, reward, False, DEVICE, wide or {})
 
 
 def graph_of(text: str, **changed: Any) -> Classified:

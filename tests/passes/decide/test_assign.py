@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,6 +152,52 @@ def test_readers_of_a_returned_value_share_its_cast(
     found = groups(facts(conv, fact("exp", "conv"), returned=["conv"]), verdicts)
     inside, after = ("conv", 0, 0), ("conv", -1, -1)
     assert {n: g.to_sink for n, g in found.items()} == {inside: price, after: None}
+
+
+WIDE = {
+    "all in one group": ("allow p; deny a p; infer b p", {}, 4),
+    "through a view": ("allow p; clear view p; deny a view", {}, 4),
+    "returned": ("allow p", {"returned": ["p"]}, 4),
+    "returned and read": ("allow p; deny a p", {"returned": ["p"]}, None),
+    "read after a write": ("allow p; deny a p; deny late p", {}, None),
+    "read as it comes": ("allow p; deny a p; infer as_it_comes p", {}, None),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_a_product_has_a_price_in_fp32_where_one_group_holds_its_readers(
+    name: str,
+) -> None:
+    text, changed, made = WIDE[name]
+    written = graph_of(text, **changed)
+    nodes, verdicts = dict(written.facts.nodes), dict(written.verdicts)
+    if "late" in nodes:
+        nodes["late"] = fact("late", Operand("p", "self", False, 1))
+    if "as_it_comes" in nodes:
+        verdicts["as_it_comes"] = verdict("infer", ["any"])
+    graph = replace(written.facts, nodes=nodes)
+    costs = prices(graph, dict.fromkeys(verdicts, (9, 2)), wide={"p": 4})
+    problem = build_problem(Classified(graph, verdicts), costs)
+    assert {g.made for g in problem.groups if g.value == "p"} == {made}
+    assert {g.made for g in problem.groups if g.value != "p"} <= {None}
+
+
+@pytest.mark.parametrize(("wide", "made"), [(1, 2), (2, 2), (4, 4), (5, 5), (6, 5)])
+def test_a_measured_price_in_fp32_is_kept_where_the_cut_is_exact(
+    wide: int, made: int
+) -> None:
+    graph, verdicts = written("allow p; deny a p")
+    costs = prices(graph, dict.fromkeys(verdicts, (9, 2)), wide={"p": wide})
+    (group,) = build_problem(Classified(graph, verdicts), costs).groups
+    assert (group.to_source, group.made, group.to_sink) == (3, made, 5)
+
+
+def test_a_product_is_low_that_a_cast_would_have_kept_in_fp32() -> None:
+    written = graph_of("allow p; deny a p")
+    costs = {"p": (6, 2), "a": (1, 1)}
+    for wide, low, cost in (({}, set(), 7), ({"p": 3}, {"p"}, 6)):
+        found = assign(written, prices(written.facts, costs, wide=wide), "optimal")
+        assert (found.low, found.cost) == (low, cost)
 
 
 def test_views_of_a_storage_that_is_written_are_tied() -> None:

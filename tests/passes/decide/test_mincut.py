@@ -63,7 +63,9 @@ def _count(problem: Problem, low: set[str]) -> int | None:
     total = sum(c[1] if v in low else c[0] for v, c in problem.unary.items())
     for group in problem.groups:
         lows = low & set(group.readers)
-        if group.value in low and lows != set(group.readers):
+        if group.value in low and not lows and group.made is not None:
+            price = group.made
+        elif group.value in low and lows != set(group.readers):
             price = group.to_sink
         elif group.value not in low and lows:
             price = group.to_source
@@ -131,8 +133,15 @@ def plain_cut(problem: Problem) -> int | None:
         for reader in group.readers:
             add(reader, f"low {group.key}", None)
             add(f"high {group.key}", reader, None)
-        add(f"low {group.key}", group.value, group.to_source)
-        add(group.value, f"high {group.key}", group.to_sink)
+        if group.made is None:
+            add(f"low {group.key}", group.value, group.to_source)
+            add(group.value, f"high {group.key}", group.to_sink)
+            continue
+        both = group.to_sink - group.made
+        add(group.value, f"high {group.key}", group.made)
+        add(f"low {group.key}", f"high {group.key}", both)
+        add(f"low {group.key}", group.value, group.to_source - both)
+        add(f"high {group.key}", group.value, None)
     cost, _ = nx.minimum_cut(graph, "s", "t")
     return None if cost >= never else int(cost)
 
@@ -142,6 +151,25 @@ def plain_cut(problem: Problem) -> int | None:
 def test_cost_is_that_of_the_textbook_network(problem: Problem) -> None:
     found = solved(problem)
     assert (found.cost if found else None) == plain_cut(problem)
+
+
+@pytest.mark.parametrize("readers", ["a", "ab", "abc", "av"])
+def test_a_value_made_for_the_sink_side_has_its_price_in_every_labelling(
+    readers: str,
+) -> None:
+    for down, up in itertools.product(range(4), repeat=2):
+        for made in range(max(0, up - down), up + 1):
+            group = Group(("v", 0, 0), "v", tuple(readers), down, up, made=made)
+            free = Problem(dict.fromkeys("vabc", (0, 0)), groups=[group])
+            for bits in itertools.product([False, True], repeat=4):
+                low = {name for name, bit in zip("vabc", bits, strict=True) if bit}
+                held = replace(
+                    free,
+                    at_source=dict.fromkeys(low, "is low"),
+                    at_sink=dict.fromkeys(set("vabc") - low, "is high"),
+                )
+                cost = _count(held, low)
+                assert solve(held).cost == energy(held, frozenset(low)) == cost
 
 
 def casts_down(problem: Problem, low: frozenset[str], index: int) -> bool:
