@@ -65,6 +65,7 @@ from autoamp.passes.kernels.fuse import fuse
 from autoamp.passes.kernels.norms import norm_at, softmax_at
 from autoamp.passes.kernels.rotary import with_rotary
 from autoamp.passes.kernels.table import (
+    ACCUMULATORS,
     ATTENTION_BACKWARD,
     CHANNELS_LAST,
     ROTARY,
@@ -74,6 +75,7 @@ from autoamp.passes.options import PassOptions
 from autoamp.passes.record import Rewritten
 from autoamp.passes.see.facts import collect_facts
 from autoamp.passes.speeds.speeds import device_for
+from autoamp.passes.write.accumulators import with_sums, with_weight_gradients
 from autoamp.passes.write.bindings import with_bindings
 from autoamp.passes.write.casts import insert_casts
 from autoamp.passes.write.copied import clean_up, with_targets
@@ -308,6 +310,33 @@ def _layouts(work: Rewritten) -> Rewritten:
     return replace(work, gm=gm, layouts=formats)
 
 
+def _sums(work: Rewritten) -> Rewritten:
+    """Low products that are read in fp32 keep their fp32 sums."""
+    if not _keeps_sums(work):
+        return work
+    assert work.rewritten is not None
+    # A name that a body has as well counts as one through which a gradient flows.
+    flowing = {
+        name
+        for each in work.rewritten.with_bodies()
+        for name, fact in each.facts.nodes.items()
+        if fact.requires_grad
+    }
+    return replace(work, gm=with_sums(work.gm, device_of(work), flowing, work.left))
+
+
+def _weight_gradients(work: Rewritten) -> Rewritten:
+    """Gradients of weights come from products in fp32."""
+    if not _keeps_sums(work):
+        return work
+    gm = with_weight_gradients(work.gm, device_of(work), work.left)
+    return replace(work, gm=gm)
+
+
+def _keeps_sums(work: Rewritten) -> bool:
+    return _may_replace_eagerly(work, ACCUMULATORS) and device_of(work).keeps_sums
+
+
 def _together(work: Rewritten) -> Rewritten:
     """On GPUs the gradients of several weights are cast by one kernel."""
     if not _may_replace_eagerly(work, TOGETHER) or not device_of(work).starts_kernels:
@@ -429,6 +458,23 @@ PASSES = (
         Checks.laid_out,
         rounding="kernels for another layout may sum in another order",
         without="its convolutions read the layout they are given",
+        needs_memory=True,
+    ),
+    Pass(
+        _sums,
+        _PREPARE,
+        Checks.replaced,
+        rounding="sums that are read in fp32 are not rounded",
+        without="its products round their sums, which casts widen",
+        needs_memory=True,
+    ),
+    Pass(
+        # Before `together`, which casts the gradients of the weights that are left.
+        _weight_gradients,
+        _PREPARE,
+        Checks.replaced,
+        rounding="gradients of weights are sums in fp32, never rounded",
+        without="the gradient of each of its weights is rounded and cast",
         needs_memory=True,
     ),
     Pass(

@@ -388,6 +388,30 @@ def halves(x: Tensor, w: Tensor) -> Tensor:
     return parts.select(1, 0) * parts.select(1, 1)
 
 
+# -- products -------------------------------------------------------------------------
+
+
+@shows("sums", x=ROWS, w=torch.zeros(8, 8))
+@shows("sums", **ONE, **FP16)
+def head(x: Tensor, w: Tensor) -> Tensor:
+    """A product that only a cast to fp32 reads gives fp32 itself."""
+    return F.linear(x, w)
+
+
+@shows("sums", **ONE)
+def scores(x: Tensor, w: Tensor) -> Any:
+    """Where sums are read low as well, or a bias is added, a product stays low."""
+    hidden = F.linear(x, w)
+    return F.linear(hidden, w, w[0]), hidden, hidden @ hidden.t()
+
+
+@shows("weight gradients", **ONE, v=weight(8))
+@shows("weight gradients", **ONE, v=weight(8), **FP16)
+def layer_with_bias(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """The gradients of weights and biases are the sums of products, in fp32."""
+    return F.linear(x, w, v).relu() @ w.t()
+
+
 # -- layouts --------------------------------------------------------------------------
 
 
@@ -462,6 +486,9 @@ def test_the_graph_before_and_after(name: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("autoamp.compat.inductor_permutes", lambda: True)
     monkeypatch.setattr(Device, "starts_kernels", name == "together")
     monkeypatch.setattr(Device, "attends_by_products", False)
+    keeps = name in {"sums", "weight gradients"}
+    monkeypatch.setattr(Device, "keeps_sums", keeps)
+    monkeypatch.setattr("autoamp.passes.write.accumulators.PYTHON_NS", 0.0)
     (shown,) = (each for each in PASSES if each.name == name)
     if torch.__version__.startswith("2.11.") and name in ("calls once", "gathers"):
         pytest.skip("torch 2.11 puts no placement of a mesh into a graph")

@@ -32,6 +32,7 @@ from autoamp.passes.functions.casts import (
 from autoamp.passes.functions.edge import scale_grad, unscale_grad, unscale_grad_
 from autoamp.passes.functions.meshes import MESH_CALLS, gather_low, gathered_low
 from autoamp.passes.functions.norms import layer_norm, rms_norm, softmax
+from autoamp.passes.functions.products import product
 from autoamp.passes.functions.rotary import rotary
 from autoamp.passes.functions.traceable import (
     FOR_COMPILERS,
@@ -55,6 +56,7 @@ LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
         low_weight_unscaled,
         low_weights,
         low_weights_unscaled,
+        product,
         rms_norm,
         rotary,
         saturating_cast,

@@ -77,7 +77,8 @@ def _of_weight(
         return wide
     # `to` gives the gradient itself where the dtype is the same; hooks of the user's
     # may hold that tensor.
-    if wide is grad or wide.layout != torch.strided:  # not ours to write to
+    kernel_takes_it = wide.layout == torch.strided and wide.dtype == torch.float32
+    if wide is grad or not kernel_takes_it:
         wide = gradient(inv, found_inf, wide)
     else:
         wide = leaving(wide, inv, found_inf)
@@ -386,14 +387,14 @@ class _ScaledResult(torch.autograd.Function):
         # `out=` of the other way is not differentiable.
         if torch.is_grad_enabled():  # create_graph=True
             return multiplied_again(grad, ctx.loss_scale).to(ctx.dtype), None
-        return _scaled_and_rounded(grad, ctx.loss_scale, ctx.dtype), None
+        return scaled_and_rounded(grad, ctx.loss_scale, ctx.dtype), None
 
 
 _PIECE = 2**18
 """The number of elements of an fp32 product that fits in a core's cache."""
 
 
-def _scaled_and_rounded(grad: Tensor, loss_scale: Tensor, dtype: torch.dtype) -> Tensor:
+def scaled_and_rounded(grad: Tensor, loss_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """`grad` (fp32) times `loss_scale` in `dtype`, computed in fp32 and rounded once.
 
     The fp32 product is never in memory as a whole, because the gradient of the logits
@@ -402,7 +403,7 @@ def _scaled_and_rounded(grad: Tensor, loss_scale: Tensor, dtype: torch.dtype) ->
     if compat.needs_plain_ops(grad):
         return (grad * loss_scale).to(dtype)
     if compat.is_distributed(grad):
-        part = _scaled_and_rounded(compat.own_memory(grad), loss_scale, dtype)
+        part = scaled_and_rounded(compat.own_memory(grad), loss_scale, dtype)
         return compat.with_memory(grad, part)
     low = torch.empty_like(grad, dtype=dtype)
     if grad.device.type != "cpu" or grad.numel() <= _PIECE:

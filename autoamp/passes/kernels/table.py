@@ -171,6 +171,10 @@ TOGETHER = "together"
 """Gradients of several weights cast by one call, on GPUs and where no compiler runs the
 graph (`passes/write/together.py`)."""
 
+ACCUMULATORS = "accumulators"
+"""Products that give the fp32 sums of their kernels, on GPUs and where no compiler runs
+the graph (`passes/write/accumulators.py`)."""
+
 KERNEL_NAMES: tuple[str, ...] = (
     *(kernel.name for kernel in KERNELS),
     ATTENTION,
@@ -180,5 +184,6 @@ KERNEL_NAMES: tuple[str, ...] = (
     ROTARY,
     CHANNELS_LAST,
     TOGETHER,
+    ACCUMULATORS,
 )
 """The names that `fuse=` takes."""

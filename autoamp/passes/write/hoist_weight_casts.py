@@ -9,7 +9,12 @@ from typing import Any, cast
 
 from torch import fx
 
-from autoamp.passes.functions import checkpointed, low_weight, low_weight_unscaled
+from autoamp.passes.functions import (
+    checkpointed,
+    low_weight,
+    low_weight_unscaled,
+    product,
+)
 from autoamp.passes.record import Rewritten
 from autoamp.passes.see.regions import CONTROL_FLOW
 from autoamp.passes.write.copied import copied
@@ -66,6 +71,8 @@ def _reads(gm: fx.GraphModule, user: fx.Node, value: fx.Node) -> bool:
     """Whether a user of `value` reads it, or in a checkpointed region some op does."""
     if user.target in (low_weight, low_weight_unscaled):
         return False
+    if user.target is product:
+        return not _has_copy(user, value)
     if user.target is not checkpointed:
         return True
     body = getattr(gm, str(cast(fx.Node, user.args[0]).target))
@@ -73,6 +80,12 @@ def _reads(gm: fx.GraphModule, user: fx.Node, value: fx.Node) -> bool:
     pairs = zip(within, user.args[1:], strict=True)
     inner = [node for node, given in pairs if given is value]
     return any(_reads(body, reader, node) for node in inner for reader in node.users)
+
+
+def _has_copy(call: fx.Node, weight: fx.Node) -> bool:
+    """Whether a `product` reads the copy of `weight`, and gives `weight` a gradient."""
+    _, *pairs = call.args
+    return any(pair[0] is weight and len(pair) > 1 for pair in (pairs[:2], pairs[2:]))
 
 
 class _Hoist:
