@@ -8,6 +8,7 @@ as they are: one rounding less and one kernel less.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def _sums(one: Tensor, other: Tensor, *, plain: bool = False) -> Tensor:
 
 def _rows(value: Tensor) -> Tensor:
     """`value` as a matrix; a vector is one row."""
-    return value.flatten(0, -2) if value.dim() > 1 else value.unsqueeze(0)
+    return value.reshape(math.prod(value.shape[:-1]), value.shape[-1])
 
 
 def _computed(
@@ -55,7 +56,7 @@ def _computed(
 ) -> Tensor:
     """The product itself; the arguments are those of `product`, all of them low."""
     if wide and compat.transforms_active():
-        return _sums(data, factor.mT if turned else factor, plain=True)
+        return _sums(data, factor.transpose(-2, -1) if turned else factor, plain=True)
     if wide and factor.dim() > 2:
         made = _sums(data.flatten(0, -3), factor.flatten(0, -3))
         shape = (*data.shape[:-1], factor.shape[-1])
@@ -69,7 +70,7 @@ def _computed(
         made = data @ factor if bias is None else torch.addmm(bias, data, factor)
         shape = made.shape
     # Nobody could write to a result that is a view made inside a Function.
-    is_whole = made.shape == shape and not made._is_view()
+    is_whole = made.shape == shape and compat.whole(made) is made
     return made if is_whole else torch.ops.aten._unsafe_view.default(made, shape)
 
 
@@ -113,9 +114,9 @@ class _Product(torch.autograd.Function):
         if needs_data:
             if torch.is_grad_enabled() and ctx.weight is not None:
                 factor = low_weight(ctx.weight, factor)
-            of_data = grad @ (factor if ctx.turned else factor.mT)
+            of_data = grad @ (factor if ctx.turned else factor.transpose(-2, -1))
         if needs_weight and ctx.is_batch:
-            of_weight = data.mT @ grad
+            of_weight = data.transpose(-2, -1) @ grad
         elif needs_weight:
             one, other = (grad, data) if ctx.turned else (data, grad)
             one, other = _rows(one).t(), _rows(other)
