@@ -36,7 +36,9 @@ def _sums(one: Tensor, other: Tensor, *, plain: bool = False) -> Tensor:
         plain: whether the product is to be made of ops that can be differentiated, and
             that torch's transforms know: torch has no derivative of the others.
     """
-    if one.is_cuda and compat.products_give_fp32() and not plain:
+    # Tensors without memory stand for a GPU's: graphs for CPUs call no `product`.
+    on_gpu = one.is_cuda or one.is_meta or isinstance(one, compat.FakeTensor)
+    if on_gpu and compat.products_give_fp32() and not plain:
         multiply: Any = torch.mm if one.dim() == 2 else torch.bmm
         result: Tensor = multiply(one, other, out_dtype=HIGH_DTYPE)
         return result
