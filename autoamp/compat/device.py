@@ -65,9 +65,16 @@ _FLASH = 1
 """`sdp::SDPBackend::flash_attention` of torch's `SDPUtils`."""
 
 
-def softmax_gradient(grad: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The gradient of a softmax's operand, from that of its result `weights`."""
-    return torch._softmax_backward_data(grad, weights, -1, weights.dtype)
+def softmax_gradient(
+    grad: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The gradient of a softmax's operand, from that of its result `weights`.
+
+    Args:
+        out: where the result goes; else it has a memory of its own.
+    """
+    into = {} if out is None else {"grad_input": out}
+    return torch._softmax_backward_data(grad, weights, -1, weights.dtype, **into)
 
 
 def safe_softmax(scores: torch.Tensor) -> torch.Tensor:

@@ -18,8 +18,11 @@ the kernel stands for:
   weights give, so that the gradients of all scores of a query have an error in common.
 - In 16 bits, it sums gradients of keys and values over blocks of queries in 16 bits.
 
-The backward here makes the weights by a softmax, and their average of themselves.  It
-works on some heads and some queries at a time, so that a block stays in the caches.
+The backward here makes the weights by a softmax, and their average of themselves.
+Scores, weights and their gradients are fp32.  Where a CPU multiplies bf16, scores are
+sums of two products in bf16 (`_in_fp32`), and the three products that make gradients
+read weights and gradients of scores in bf16, as torch's kernel does; each of their
+results is rounded once.  It works on some heads and some queries at a time.
 """
 
 from __future__ import annotations
@@ -136,10 +139,28 @@ def stepped(
         elif step.kind is Kind.ADD:
             name, operands = "add", (step.tensor,)
         else:
+            if in_place and step.kind is Kind.CAUSAL:
+                # No query of the block comes before its first.
+                _hide_later_keys_(scores[..., first:], step.number)
+                continue
             hidden = step.hidden_of(scores, first)
             name, operands = "masked_fill", (hidden, step.number)
         scores = getattr(scores, f"{name}_" if in_place else name)(*operands)
     return scores
+
+
+def _hide_later_keys_(scores: Tensor, number: float) -> None:
+    """Puts `number` where a key comes after the query; the first of both are alike."""
+    hidden = later_keys(scores.shape[-2], scores.shape[-1], 0, scores)
+    if number == -torch.inf:
+        # Eight times as fast as a fill on CPUs: 0.04 instead of 0.29 ms for 8 heads of
+        # 256 queries.  The two differ for hidden scores of NaN or infinity alone, whose
+        # keys make gradients NaN in any case.
+        scores.add_(
+            torch.zeros_like(hidden, dtype=scores.dtype).masked_fill_(hidden, number)
+        )
+    else:
+        scores.masked_fill_(hidden, number)
 
 
 def leading_scale(steps: Sequence[Step]) -> tuple[float, Sequence[Step]]:
@@ -262,9 +283,18 @@ def written_out(
 
 _KERNELS = compat.cpu_attention()
 
-_CACHE = 2 * 2**20
-"""Bytes of fp32 operands, scores and results that one thread works on at a time, so
-that these stay in the cache of its core."""
+_ROOM = 3 * 2**18
+"""Operands and scores, in numbers, that one thread works on at a time.
+
+Fewer would stay in the caches nearest to a core, but each part starts twenty kernels:
+with a third of this the backward takes 1.2 times as long, with four times this 1.3."""
+
+_PAIRS = frozenset({torch.bfloat16})
+"""Low dtypes in which two numbers hold 16 digits of a third: fp16 has no range for the
+second."""
+
+_FEW_KEYS = 32
+"""Fewer keys than these are products too small for the units of a CPU."""
 
 _FEWEST = 64
 """The fewest queries of a part: products of fewer rows are slow."""
@@ -301,8 +331,9 @@ def _forward(  # noqa: PLR0917 - as its schema
         # A dimension of size 1 may have another stride than `_like_query` promised.
         same = result.stride() == made.stride()
         return result if same else made.copy_(result)
-    for part in _parts(query, key, value, steps):
-        part.of(made).copy_(part.weights() @ part.value)
+    held = _Held(HIGH_DTYPE, key.shape[2])
+    for part in _parts(query, key, value, steps, held):
+        _put(part.of(made), part.weights(held) @ part.value)
     return made
 
 
@@ -335,59 +366,123 @@ def _backward(  # noqa: PLR0917 - as its schema
     """
     steps = steps_of(tensors, kinds, numbers)
     of_query, of_key, of_value = (torch.empty_like(t) for t in (query, key, value))
-    sums: tuple[Tensor, Tensor] | None = None
-    for part in _parts(query, key, value, steps):
-        # In fp32: 16-bit sums over blocks of queries lose the gradients of keys and
-        # values.
-        slopes = _wide(part.of(grad))
-        weights = part.weights(safe=safe)
+    held = _Held(query.dtype, key.shape[2])
+    to_key: Tensor | None = None
+    to_value: Tensor | None = None
+    for part in _parts(query, key, value, steps, held):
+        slopes = part.rows_of(grad)
+        weights = part.weights(held, safe=safe)
         # The average is of these weights themselves, not of the result rounded to 16
         # bits, whose error all scores of a query would share.
-        found = compat.softmax_gradient(slopes @ part.value.mT, weights)
-        stepped_back_(found, part.steps, part.first)
-        # `part.query` carries the factor already, so that only this gradient still
-        # needs it.
-        torch.mul(found @ part.key, part.scale, out=part.of(of_query))
-        some = found.mT @ part.query, weights.mT @ slopes
-        # Added up in fp32 over all parts, and rounded once.
-        if part.is_last:  # it sees all keys
-            for whole, total, own in zip(
-                (of_key, of_value), sums or some, some, strict=True
-            ):
-                whole[part.heads].copy_(own if sums is None else total.add_(own))
-            sums = None
-        elif sums is None:
-            sums = tuple(_with_room(own, key.shape[2]) for own in some)  # type: ignore[assignment]
-        else:
-            for total, own in zip(sums, some, strict=True):
-                total[:, :, : own.shape[2]].add_(own)
+        found = compat.softmax_gradient(
+            _in_fp32(slopes, part.value.mT, held),
+            weights,
+            held.new("found", weights.shape, HIGH_DTYPE),
+        )
+        stepped_back_(part.scores(found), part.steps, part.first)
+        found = held.operand(found, "low found")
+        weights = held.operand(weights, "low weights")
+        _put(part.of(of_query), _product(found, part.key, part.scale))
+        # Rows of keys are few and those of scores are many: a product with the scores
+        # on its right has no scores to transpose.
+        to_key = _summed(to_key, part, held, part.query.mT, found, part.scale)
+        to_value = _summed(to_value, part, held, slopes.mT, weights)
+        if part.first == 0:
+            _put(of_key[part.heads], to_key.mT)
+            _put(of_value[part.heads], to_value.mT)
+            to_key = to_value = None
     return of_query, of_key, of_value
 
 
-def _with_room(some: Tensor, keys: int) -> Tensor:
-    """Sums for the first keys, and zeros for the others."""
-    missing = keys - some.shape[2]
-    return torch.nn.functional.pad(some, (0, 0, 0, missing)) if missing else some
+def _put(whole: Tensor, rows: Tensor) -> None:
+    """Writes rows of several batches and heads to a tensor of four dimensions."""
+    whole.copy_(rows.view(whole.shape))
+
+
+def _summed(  # noqa: PLR0917
+    total: Tensor | None,
+    part: _Part,
+    held: _Held,
+    a: Tensor,
+    b: Tensor,
+    scale: float = 1.0,
+) -> Tensor:
+    """The sum over all parts so far of `scale * a @ b`, in fp32 if there are several.
+
+    Sums over blocks of queries in 16 bits would lose gradients of keys and values.
+    """
+    if part.is_whole:
+        return _product(a, b, scale)
+    own = _in_fp32(a, b, held, scale)
+    if total is None:  # the last queries come first, and see all keys
+        return own.clone()
+    total[:, :, : own.shape[2]].add_(own)
+    return total
+
+
+class _Held:
+    """The dtype of the operands of products, and memory that all parts use in turn.
+
+    Memory that the system hands out anew for each part takes longer to be mapped than
+    the work on it: half of the time of a backward went there.
+
+    Attributes:
+        dtype: fp32, or the dtype of the data on a CPU that multiplies it.
+    """
+
+    def __init__(self, given: torch.dtype, keys: int) -> None:
+        is_low = (
+            given in _PAIRS
+            and given in compat.cpu_low_precision_units()
+            and keys >= _FEW_KEYS
+        )
+        self.dtype = given if is_low else HIGH_DTYPE
+        self._flat: dict[str, Tensor] = {}
+        self._shaped: dict[tuple[str, Sequence[int]], Tensor] = {}
+
+    @property
+    def is_low(self) -> bool:
+        """Whether products have low operands."""
+        return self.dtype != HIGH_DTYPE
+
+    def new(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor in the memory of that name, whose numbers are lost thereby."""
+        if (name, shape) not in self._shaped:
+            size, flat = math.prod(shape), self._flat.get(name)
+            if flat is None or flat.numel() < size:
+                flat = self._flat[name] = torch.empty(size, dtype=dtype)
+                # Views of the memory before would keep that memory.
+                self._shaped = {k: v for k, v in self._shaped.items() if k[0] != name}
+            self._shaped[name, shape] = flat[:size].view(shape)
+        return self._shaped[name, shape]
+
+    def operand(self, scores: Tensor, name: str) -> Tensor:
+        """Scores in the dtype of the operands of products."""
+        if not self.is_low:
+            return scores
+        return self.new(name, scores.shape, self.dtype).copy_(scores)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Some heads, and some of their queries, in fp32.
+    """Some heads, and some of their queries.
 
     Attributes:
         heads: the batches and heads.
+        several: how many batches and heads that are.
         first, last: the numbers of the first query and of the one after the last.
-        is_last: whether these are the last queries of their heads.
-        scale: the factor that `query` has been multiplied by.
-        query: (batches, heads, queries, width).
-        key, value: (batches, heads, keys, width), of the keys that any query sees.
+        is_whole: whether these are all queries of their heads.
+        scale: the factor of the scores.
+        query: (batches and heads, queries, width), in the dtype of operands.
+        key, value: (batches and heads, keys, width), of the keys that any query sees.
         steps: the other steps of these scores.
     """
 
     heads: tuple[slice, slice]
+    several: tuple[int, int]
     first: int
     last: int
-    is_last: bool
+    is_whole: bool
     scale: float
     query: Tensor
     key: Tensor
@@ -395,44 +490,108 @@ class _Part:
     steps: list[Step]
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part of a tensor that has a row for each query."""
+        """The part of a tensor that has a row for each query, in four dimensions."""
         return whole[(*self.heads, slice(self.first, self.last))]
 
-    def weights(self, *, safe: bool = False) -> Tensor:
-        """The weights, (batches, heads, queries, keys)."""
-        scores = self.query @ self.key.mT
-        stepped(scores, self.steps, self.first, in_place=True)
-        return compat.safe_softmax(scores) if safe else scores.softmax(-1)
+    def rows_of(self, whole: Tensor) -> Tensor:
+        """As `of`, as an operand of products."""
+        return _laid_out(self.of(whole), self.query.dtype)
+
+    def scores(self, flat: Tensor) -> Tensor:
+        """Scores in four dimensions."""
+        return flat.view(*self.several, *flat.shape[1:])
+
+    def weights(self, held: _Held, *, safe: bool = False) -> Tensor:
+        """The weights in fp32, (batches and heads, queries, keys)."""
+        limit = _LARGE
+        scores = _in_fp32(self.query, self.key.mT, held, self.scale, limit)
+        stepped(self.scores(scores), self.steps, self.first, in_place=True)
+        if safe:
+            return compat.safe_softmax(scores)
+        into = held.new("weights", scores.shape, HIGH_DTYPE)
+        return torch.softmax(scores, -1, out=into)
+
+
+def _product(
+    a: Tensor, b: Tensor, scale: float = 1.0, out: Tensor | None = None
+) -> Tensor:
+    """`scale * a @ b`, rounded once to the dtype of `a`; all have three dimensions.
+
+    Args:
+        out: where the result goes; else it has a memory of its own.
+    """
+    if out is None:
+        out = a.new_empty(*a.shape[:2], b.shape[2])
+    # With a beta of 0 the first operand is not read.
+    return torch.baddbmm(out, a, b, beta=0, alpha=scale, out=out)
+
+
+_LARGE = 64.0
+"""Scores from which on 16 digits are not enough.
+
+`_in_fp32` is off by 2 ** -17 of a score, so that weights are off by 2 ** -11 here, a
+quarter of what it takes to round a weight to bf16."""
+
+
+def _in_fp32(
+    a: Tensor, b: Tensor, held: _Held, scale: float = 1.0, limit: float = math.inf
+) -> Tensor:
+    """`scale * a @ b` in fp32, for operands in fp32 or bf16.
+
+    On CPUs a product of bf16 operands gives bf16.  A second one gives what the rounding
+    of the first has lost, since the kernels add to a result in fp32 and round then.
+    The two hold 16 digits of 24; they take as long as a product of fp32 operands with
+    AVX512-BF16, and a quarter of that with AMX.
+
+    Args:
+        held: has the memory of the result, until the next call.
+        limit: a number larger than this in the result has the product computed in fp32.
+    """
+    shape = *a.shape[:2], b.shape[2]
+    whole = held.new("whole", shape, HIGH_DTYPE)
+    if a.dtype == HIGH_DTYPE:
+        return _product(a, b, scale, whole)
+    high, rest = (held.new(name, shape, a.dtype) for name in ("high", "rest"))
+    _product(a, b, scale, high)
+    if limit < math.inf and not float(high.abs().max()) <= limit:
+        return _product(a.to(HIGH_DTYPE), b.to(HIGH_DTYPE), scale, whole)
+    torch.baddbmm(high, a, b, beta=-1, alpha=scale, out=rest)
+    return whole.copy_(high).add_(rest)
 
 
 def _parts(
-    query: Tensor, key: Tensor, value: Tensor, steps: Sequence[Step]
+    query: Tensor, key: Tensor, value: Tensor, steps: Sequence[Step], held: _Held
 ) -> Iterator[_Part]:
-    """All of an attention, in parts that fit the caches together."""
+    """All of an attention, in parts that fit the caches together.
+
+    Of each head the part with the last queries comes first.
+    """
     scale, steps = leading_scale(steps)
     queries, keys, width = query.shape[2], key.shape[2], query.shape[3]
     is_causal = hides_later_keys_alone(steps)
     # Causal queries are cut into steps, each of which leaves out the keys after its
-    # last query.
-    rows = max(_FEWEST, -(-queries // _STAIRS)) if is_causal else queries
-    threads = torch.get_num_threads()
-    room = threads * _CACHE // (2 * HIGH_DTYPE.itemsize)
+    # last query.  Low products take less time than the sums over several steps.
+    in_steps = is_causal and not held.is_low
+    rows = max(_FEWEST, -(-queries // _STAIRS)) if in_steps else queries
+    room = torch.get_num_threads() * _ROOM
     for heads in _some_heads(query, room // (width * (queries + keys) + rows * keys)):
-        wide = [_wide(t[heads]) for t in (query, key, value)]
-        # The queries are fewer numbers than the scores.
-        wide[0] = wide[0] * scale
-        count = min(rows, max(_FEWEST, room // (keys * wide[0].shape[:2].numel())))
-        for first in range(0, queries, count):
+        own = [t[heads] for t in (query, key, value)]
+        several = (own[0].shape[0], own[0].shape[1])
+        own = [_laid_out(t, held.dtype) for t in own]
+        count = min(rows, max(_FEWEST, room // (keys * own[0].shape[0])))
+        for first in reversed(range(0, queries, count)):
             last = min(first + count, queries)
-            is_last = last == queries
-            seen = slice(last if is_causal and not is_last else keys)
-            own = [s.part(*heads, slice(first, last), seen) for s in steps]
-            given = wide[0][:, :, first:last], wide[1][:, :, seen], wide[2][:, :, seen]
-            yield _Part(heads, first, last, is_last, scale, *given, own)
+            seen = slice(last if is_causal and last < queries else keys)
+            less = [s.part(*heads, slice(first, last), seen) for s in steps]
+            given = own[0][:, first:last], own[1][:, seen], own[2][:, seen]
+            whole = count >= queries
+            yield _Part(heads, several, first, last, whole, scale, *given, less)
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(HIGH_DTYPE, memory_format=torch.contiguous_format)
+def _laid_out(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of several batches and heads in a dtype, in three dimensions."""
+    wide = tensor.to(dtype, memory_format=torch.contiguous_format)
+    return wide.reshape(-1, *tensor.shape[2:])
 
 
 def _some_heads(query: Tensor, count: int) -> Iterator[tuple[slice, slice]]:

@@ -7,6 +7,7 @@ autocast rounds scores and weights.  Ours rounds neither.
 from __future__ import annotations
 
 import copy
+import importlib
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,13 @@ from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp.passes.decide.devices import Device
-from autoamp.passes.functions.attention import LONG, WRITTEN_ATTENTION, Kind, attention
+from autoamp.passes.functions.attention import (
+    BACKWARD,
+    LONG,
+    WRITTEN_ATTENTION,
+    Kind,
+    attention,
+)
 from tests.passes.kernels.attention.test_attention import (
     LENGTH,
     Way,
@@ -100,6 +107,23 @@ def test_a_cpu_with_fast_products_keeps_attention_as_it_is_written(
         assert attentions(model) == expected
 
 
+def no_units() -> dict[torch.dtype, str]:
+    """A CPU that multiplies fp32 alone."""
+    return {}
+
+
+def bf16_units() -> dict[torch.dtype, str]:
+    """A CPU that multiplies bf16."""
+    return {torch.bfloat16: "amx_bf16"}
+
+
+@pytest.fixture(params=[no_units, bf16_units])
+def units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU without units for bf16, and one with."""
+    monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", request.param)
+
+
+@pytest.mark.usefixtures("units")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("batch", "heads", "queries", "keys", "width"),
@@ -146,6 +170,53 @@ def test_the_fp32_backward(  # noqa: PLR0917
         assert mine.stride() == operand.stride()
         error, base = ((t.double() - exact).norm() for t in (mine, theirs))
         assert error <= max(base, torch.finfo(dtype).eps / 2 * exact.norm())
+
+
+DATA: dict[str, Callable[[list[Tensor]], None]] = {
+    "plain": lambda given: None,
+    "large scores": lambda given: (given[0].mul_(60), given[1].mul_(60)),  # type: ignore[dict-item]
+    "keys alike": lambda given: given[1].mul_(0.2).add_(5),  # type: ignore[dict-item]
+    "values alike": lambda given: given[2].mul_(0.05).add_(30),  # type: ignore[dict-item]
+    "one large value": lambda given: given[2][:, :, 3].mul_(1000),  # type: ignore[dict-item]
+    "small": lambda given: [t.mul_(1e-4) for t in given],  # type: ignore[dict-item]
+}
+
+
+@pytest.mark.usefixtures("units")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", DATA)
+def test_it_is_as_true_as_torchs_whatever_the_data(name: str, causal: bool) -> None:
+    torch.manual_seed(0)
+    given = list(torch.randn(4, 2, 3, 96, 32).unbind())
+    DATA[name](given)
+    low = [t.bfloat16() for t in given]
+
+    def gradients(call: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        operands = [t.to(dtype).requires_grad_() for t in low[:3]]
+        result = call(*operands, is_causal=causal)
+        return list(torch.autograd.grad(result, operands, low[3].to(dtype)))
+
+    true = gradients(functional.scaled_dot_product_attention, torch.float64)
+    ours = gradients(attention, torch.bfloat16)
+    torchs = gradients(functional.scaled_dot_product_attention, torch.bfloat16)
+    for mine, theirs, exact in zip(ours, torchs, true, strict=True):
+        error, base = ((t.double() - exact).norm() for t in (mine, theirs))
+        assert error <= base * 1.02
+
+
+@pytest.mark.usefixtures("units")
+def test_parts_of_an_attention_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads and queries that are taken apart give what they give together."""
+    given = [torch.randn(2, 4, 160, 16).bfloat16() for _ in range(4)]
+    kinds, numbers = [Kind.SCALE, Kind.CAUSAL], [0.25, -torch.inf]
+    whole = BACKWARD(given[3], *given[:3], [], kinds, numbers, False)
+    monkeypatch.setattr(FILE, "_ROOM", 2**13)
+    apart = BACKWARD(given[3], *given[:3], [], kinds, numbers, False)
+    for one, other in zip(whole, apart, strict=True):
+        assert (one.double() - other.double()).norm() <= 2**-8 * one.norm()
+
+
+FILE = importlib.import_module("autoamp.passes.functions.attention")
 
 
 def test_only_where_it_is_faster() -> None:
