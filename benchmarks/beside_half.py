@@ -13,7 +13,6 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,52 +36,30 @@ STEP = "benchmarks: one step"
 PYTHON = "Python and autograd"
 OPTIMIZER = "optimizer"
 
+_ATEN = {
+    "attention": "_scaled_dot_product scaled_dot_product",
+    "products": "mm addmm bmm baddbmm linear matmul",
+    "convolutions": "mkldnn_conv conv _conv",
+    "norms": "native_layer_norm native_batch_norm batch_norm layer_norm _batch_norm"
+    " rms_norm linalg_vecdot rsqrt var",
+    "softmax and loss": "_softmax softmax _log_softmax log_softmax nll_loss",
+    "activations": "gelu silu tanh threshold relu clamp_min sigmoid",
+    "casts and copies": "copy_ clone contiguous to _to_copy cat fill_ zero_",
+    "sums": "sum mean",
+    "other arithmetic": "add mul sub div pow neg where masked_fill exp",
+    "embeddings": "embedding index",
+}
+"""Group to the starts of the names of its ops, without "aten::"."""
+
 GROUPS: Mapping[str, tuple[str, ...]] = {
     OPTIMIZER: ("Optimizer.", "aten::_foreach_add", "aten::_foreach_mul"),
     "copies of weights": ("aten::_foreach_copy_",),
-    "attention": (
-        "autoamp::attention",
-        "aten::_scaled_dot_product",
-        "aten::scaled_dot_product",
-    ),
-    "products": (
-        "aten::mm",
-        "aten::addmm",
-        "aten::bmm",
-        "aten::baddbmm",
-        "aten::linear",
-        "aten::matmul",
-        "mkldnn::_linear",
-    ),
-    "convolutions": ("aten::mkldnn_conv", "aten::conv", "aten::_conv"),
-    "norms": (
-        "aten::native_layer_norm",
-        "aten::native_batch_norm",
-        "aten::batch_norm",
-        "aten::layer_norm",
-        "aten::_batch_norm",
-        "aten::rms_norm",
-        "aten::linalg_vecdot",
-        "aten::rsqrt",
-        "aten::var",
-    ),
-    "softmax and loss": (
-        "aten::_softmax",
-        "aten::softmax",
-        "aten::_log_softmax",
-        "aten::nll_loss",
-        "aten::log_softmax",
-    ),
-    "activations": ("aten::gelu", "aten::silu", "aten::tanh", "aten::threshold")
-    + ("aten::relu", "aten::clamp_min", "aten::sigmoid"),
-    "casts and copies": ("aten::copy_", "aten::clone", "aten::contiguous")
-    + ("aten::to", "aten::_to_copy", "aten::cat", "aten::fill_", "aten::zero_"),
-    "sums": ("aten::sum", "aten::mean"),
-    "other arithmetic": ("aten::add", "aten::mul", "aten::sub", "aten::div")
-    + ("aten::pow", "aten::neg", "aten::where", "aten::masked_fill", "aten::exp"),
-    "embeddings": ("aten::embedding", "aten::index"),
+    **{
+        group: tuple(f"aten::{name}" for name in names.split())
+        for group, names in _ATEN.items()
+    },
 }
-"""Group to the starts of the names of its ops; the first that fits is taken."""
+"""Group to the starts of the names of its events; the first that fits is taken."""
 
 WHOLE = ("autoamp::", "Optimizer.", "aten::_foreach_copy_")
 """Starts of the names of events that the ops inside of them count for."""
@@ -97,6 +74,8 @@ class Spent(NamedTuple):
 
 def group_of(name: str) -> str:
     """The group of an event of the profiler, by its name."""
+    if name.startswith("autoamp::attention"):
+        return "attention"
     for group, starts in GROUPS.items():
         if name.startswith(starts):
             return group

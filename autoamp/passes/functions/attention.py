@@ -450,7 +450,7 @@ class _Held:
         if (name, shape) not in self._shaped:
             size, flat = math.prod(shape), self._flat.get(name)
             if flat is None or flat.numel() < size:
-                flat = self._flat[name] = torch.empty(size, dtype=dtype)
+                flat = self._flat[name] = torch.empty(size, dtype=dtype, device="cpu")
                 # Views of the memory before would keep that memory.
                 self._shaped = {k: v for k, v in self._shaped.items() if k[0] != name}
             self._shaped[name, shape] = flat[:size].view(shape)
