@@ -200,6 +200,8 @@ def _price(work: Rewritten) -> Rewritten:
         do_no_harm=work.options.do_no_harm,
         free_weights=setting.free_weights,
     )
+    if not (_is_eager(work.options) and _is_on(work.options, ACCUMULATORS)):
+        prices = replace(prices, wide={})
     return replace(work, prices=as_authors_ask(prices, work.classified))
 
 
@@ -540,9 +542,11 @@ def _may_replace(work: Rewritten, kernel: str | None = None) -> bool:
     """Whether functions of autoamp's may come into a graph, of a kernel that is on."""
     assert work.rewritten is not None
     # A graph in which nothing is low gives the numbers of fp32 to the bit.
-    if work.options.fuse is False or not work.rewritten.sums.low:
-        return False
-    return kernel not in work.options.kernels_off
+    return work.rewritten.sums.low > 0 and _is_on(work.options, kernel)
+
+
+def _is_on(options: PassOptions, kernel: str | None) -> bool:
+    return options.fuse is not False and kernel not in options.kernels_off
 
 
 def _may_replace_eagerly(work: Rewritten, kernel: str | None = None) -> bool:

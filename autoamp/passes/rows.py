@@ -32,6 +32,7 @@ from autoamp.passes.rules import Category
 from autoamp.passes.see.facts import NodeFacts
 from autoamp.passes.see.nodes import KERNEL
 from autoamp.passes.see.regions import LOWERED_BODY
+from autoamp.passes.write.accumulators import is_wide
 from autoamp.passes.write.emitted import CAST_KIND
 from autoamp.passes.write.for_compilers import CAST_FATE, EXACT_CASTS
 
@@ -268,6 +269,17 @@ class Section:
         return {node.name: node for node in self.rewritten.before.graph.nodes}
 
     @cached_property
+    def wide(self) -> dict[str, int]:
+        """Each low product that writes fp32 numbers instead of a cast, and its price.
+
+        The price is what was decided by, beyond that of a low result.
+        """
+        running = {n.name for n in self.gm.graph.nodes if is_wide(n)}
+        groups = self.rewritten.assignment.problem.groups
+        prices = {g.value: g.made for g in groups if g.made is not None}
+        return {name: prices.get(name, 0) for name in running}
+
+    @cached_property
     def ops(self) -> tuple[OpRow, ...]:
         """One row per decision, in graph order."""
         return tuple(_op_rows(self))
@@ -281,7 +293,7 @@ class Section:
 
     @cached_property
     def casts(self) -> tuple[CastRow, ...]:
-        """One row per cast that clean-up left in the graph, in graph order."""
+        """One row per cast that clean-up and wide products left, in graph order."""
         return tuple(_cast_rows(self))
 
     @cached_property
@@ -398,8 +410,8 @@ def _cast_rows(section: Section) -> Iterator[CastRow]:
     running = {n.name: n for n in section.gm.graph.nodes}
     facts = section.rewritten.facts
     for cast in section.rewritten.casts:
-        # Clean-up has dropped the cast.
-        if cast.name not in kept:
+        # Clean-up has dropped the cast, or a product writes fp32 numbers in its place.
+        if cast.name not in kept or (cast.kind == "up" and cast.value in section.wide):
             continue
         node = running.get(cast.name)
         runs = node is not None and node.op == "call_function"
@@ -492,7 +504,10 @@ class Costs:
 def costs_of(rewritten: Rewritten) -> Costs:
     """The costs of one graph under the prices that its placement used."""
     assignment = rewritten.assignment
-    prices = assignment.prices
+    prices, problem = assignment.prices, assignment.problem
+    # Others cast what a low product gives.
+    groups = [replace(group, made=None) for group in problem.groups]
+    of_others = replace(problem, groups=groups)
 
     def placement(cost: int, low: frozenset[str]) -> Placement:
         left = allow_in_fp32(rewritten, low)
@@ -505,8 +520,8 @@ def costs_of(rewritten: Rewritten) -> Costs:
     for name, policy in POLICIES.items():
         # Another tool may lower what our rules deny; only a legal placement has a
         # price.
-        low = project(assignment.problem, policy(rewritten.classified))
-        placements[name] = placement(legal_energy(assignment.problem, low), low)
+        low = project(problem, policy(rewritten.classified))
+        placements[name] = placement(legal_energy(of_others, low), low)
     return Costs(
         placements=placements,
         optimal_cost=assignment.optimal_cost,

@@ -126,6 +126,10 @@ def _op(section: Section, rows: dict[str, OpRow], row: OpRow) -> Iterator[str]:
         yield f"  module     {row.module}"
     if row.source:
         yield f"  source     {shorten(row.source)}"
+    if row.name in section.wide:
+        in_bytes = section.rewritten.assignment.prices.in_bytes
+        price = amount(section.wide[row.name], in_bytes, signed=True)
+        yield f"  writes     its fp32 sums, which are read as they are: {price}"
     yield from _listed("  reads      ", _operands(section, rows, row.name))
     yield from _listed("  read by    ", _readers(section, rows, row.name))
     yield from _flipped(section, row)
@@ -143,6 +147,8 @@ def _operands(section: Section, rows: dict[str, OpRow], name: str) -> list[str]:
             said.append(f"{operand.value} ({held})")
         elif operand.value in facts.weights:
             said.append(f"{operand.value} (weight, {wanted} copy)")
+        elif operand.value in section.wide:
+            said.append(f"{operand.value} ({held}, its {wanted} sums)")
         else:
             said.append(f"{operand.value} ({held}, cast to {wanted})")
     return said

@@ -136,3 +136,32 @@ def test_an_op_that_cannot_be_low_is_told_the_law_in_one_sentence() -> None:
     for said in says:
         assert "must be low" not in said
         assert "<fp32>" not in said
+
+
+def test_a_product_that_writes_its_fp32_sums_has_no_cast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("autoamp.compat.products_give_fp32", lambda: True)
+
+    class Head(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            read = functional.linear(x, self.weight).exp()
+            return read, functional.linear(x, self.weight, self.bias).exp()
+
+    with torch.device("meta"):
+        model, x = Head(2048, 8192), torch.empty(8192, 2048)
+    asked = {"device": "h100", "precision": "bf16", "deny": ["exp"]}
+    report = autoamp.explain(model, x, **asked)
+    assert [c.value for c in report.casts if c.kind == "up"] == ["linear_1"]
+    assert "writes     its fp32 sums, which are read as they are: +" in report.why(
+        "linear"
+    )
+    assert "linear (bf16, its fp32 sums)" in report.why("exp")
+    assert "linear_1 (bf16, cast to fp32)" in report.why("exp_1")
+    assert "sums" not in report.why("linear_1")
+    told = report.headline
+    assert told.seconds < told.seconds_autocast
+    plain = autoamp.explain(model, x, **asked, fuse={"accumulators": False})
+    assert {c.value for c in plain.casts if c.kind == "up"} == {"linear", "linear_1"}
+    assert plain.headline.seconds > told.seconds
+    assert plain.headline.seconds_autocast == told.seconds_autocast

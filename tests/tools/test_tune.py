@@ -32,6 +32,7 @@ from tests.passes.speeds.door import (
     Store,
     Timed,
     Tuning,
+    devices,
     engine_of,
     op_specimen,
     replaced,
@@ -346,6 +347,16 @@ def test_what_cannot_be_measured_is_estimated_by_what_can(spied: Any) -> None:
         off = prices.ops["linear"][side] / roofline.ops["linear"][side]
         estimated = prices.ops["relu"][side] / roofline.ops["relu"][side]
         assert estimated == pytest.approx(off, rel=1e-3)
+
+
+def test_a_wide_product_is_as_far_off_as_the_cast_in_whose_place_it_stands() -> None:
+    ops = {"linear": (90, 50)}
+    wide = {"linear": 8, "other": 1}
+    casts = {"linear": 20, "other": 10}
+    roofline = Prices(ops, casts, casts, 0, False, devices.NEUTRAL, wide)
+    found = replaced(roofline, {("up", "linear"): 50.0, ("down", "linear"): 20.0})
+    assert found.up == {"linear": 50, "other": 25}
+    assert found.wide == {"linear": 20, "other": 2}
 
 
 class Odd(nn.Module):

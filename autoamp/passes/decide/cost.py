@@ -22,6 +22,7 @@ from autoamp.dtypes import HIGH_DTYPE
 from autoamp.errors import PassError
 from autoamp.passes.decide.devices import NEUTRAL, Device
 from autoamp.passes.decide.flops import flops_of
+from autoamp.passes.decide.sums import PYTHON_NS, keeps_sums
 from autoamp.passes.decide.verdict import GAVE_UP, Classified, Verdict
 from autoamp.passes.rules import family
 from autoamp.passes.see.facts import NodeFacts
@@ -95,7 +96,7 @@ def price_graph(
         free_weights: whether weights cost nothing to cast, because the graph is called
             with low copies that are kept.
     """
-    low_itemsize = device.low_itemsize
+    low_itemsize, here = device.low_itemsize, device
     if not do_no_harm and not device.pays:
         device = NEUTRAL
     facts, verdicts = classified.facts, classified.verdicts
@@ -119,7 +120,12 @@ def price_graph(
         for name in filter(classified.is_allowed, verdicts):
             high, low = ops[name]
             ops[name] = (high + reward, low)
-    return Prices(ops, down, casts, reward, model.by_memory, device)
+    wide = {
+        f.name: min(model.wide(f), casts[f.name])
+        for f in values
+        if keeps_sums(nodes[f.name], here, grad=f.requires_grad)
+    }
+    return Prices(ops, down, casts, reward, model.by_memory, device, wide)
 
 
 def as_authors_ask(prices: Prices, classified: Classified) -> Prices:
@@ -180,6 +186,15 @@ class _Model:
             return 1 + (self.low * fact.numel if fact.requires_grad else 0)
         # The backward of a cast casts the gradient the other way.
         return self._units(self._cast_ns(fact) * (2 if fact.requires_grad else 1))
+
+    def wide(self, fact: NodeFacts) -> int:
+        """The cost of a low product that writes fp32 numbers, beyond a low result's."""
+        if self.by_memory:
+            return 1  # no product keeps its result; 1 as for a cast
+        more = (self.high - self.low) * fact.numel / self.device.bytes_per_ns
+        # The backward rounds the gradient, as that of a cast does.
+        back = PYTHON_NS + self._cast_ns(fact) if fact.requires_grad else 0.0
+        return self._units(more + back)
 
     def _cast_ns(self, fact: NodeFacts) -> float:
         moved = (self.high + self.low) * fact.numel

@@ -13,7 +13,6 @@ from the kernel that sums it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from torch import Tensor, fx
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
 from autoamp.passes.decide.devices import Device
+from autoamp.passes.decide.sums import TURNED, fits, is_dense, pays
 from autoamp.passes.functions import (
     low_weight,
     low_weight_unscaled,
@@ -35,28 +35,6 @@ from autoamp.passes.write.copied import edited
 
 _ATEN = torch.ops.aten
 _CAST = _ATEN._to_copy.default
-
-PYTHON_NS = 15_000.0
-"""What a `product` with a gradient costs more than torch's op: Python's forward and
-backward of a Function (`python -m benchmarks.accumulators`)."""
-
-SAVED = 4
-"""Bytes that a number saves: written low, read again and written wide it moves 8, and
-written wide at once 4."""
-
-_TURNED: dict[Any, bool] = {
-    _ATEN.linear.default: True,
-    _ATEN.addmm.default: False,
-    _ATEN.bmm.default: False,
-    _ATEN.matmul.default: False,
-    _ATEN.mm.default: False,
-}
-"""The products, and whether each reads its second operand turned, (out, in)."""
-
-
-def pays(numbers: int, device: Device) -> bool:
-    """Whether a Function of Python's takes less time than the bytes that it saves."""
-    return numbers * SAVED > PYTHON_NS * device.bytes_per_ns
 
 
 # -- results ---------------------------------------------------------------------------
@@ -93,9 +71,14 @@ def with_sums(
     return edited(gm, edit, finds=lambda graph: any(found(graph)))
 
 
+def is_wide(node: fx.Node) -> bool:
+    """Whether a node is a low product that writes fp32 numbers."""
+    return node.target is product and node.kwargs.get("wide", False) is True
+
+
 def _widened_by(node: fx.Node) -> fx.Node | None:
     """The cast to fp32 that alone reads a low product; None at any other node."""
-    if node.target not in _TURNED or node.kwargs or len(node.users) != 1:
+    if len(node.users) != 1 or not fits(node):
         return None
     (cast,) = node.users
     widens = cast.target is scaled_result or (
@@ -105,16 +88,12 @@ def _widened_by(node: fx.Node) -> fx.Node | None:
     )
     if not widens or not _is_low(node) or not all(map(_is_low, node.args)):
         return None
-    # A bias is added to fp32 numbers by a kernel of its own, which moves more bytes
-    # than the cast: 12 for a number, where the low product and the cast move 8.
-    if len(node.args) != 2 or not _fits(node):
-        return None
     return cast if _nothing_between(node, cast) else None
 
 
 def _widen(node: fx.Node, cast: fx.Node) -> None:
     how: dict[str, Any] = {"wide": True}
-    if _TURNED[node.target]:
+    if TURNED[node.target]:
         how["turned"] = True
     if cast.target is scaled_result:
         how["loss_scale"] = cast.args[1]
@@ -124,17 +103,6 @@ def _widen(node: fx.Node, cast: fx.Node) -> None:
     node.meta["val"] = cast.meta["val"]
     cast.replace_all_uses_with(node)
     node.graph.erase_node(cast)
-
-
-def _fits(node: fx.Node) -> bool:
-    """Whether the operands are a matrix and rows, or batches of one shape."""
-    data, factor = (operand.meta["val"] for operand in node.args)  # type: ignore[union-attr]
-    if not _is_dense(node.meta["val"]):
-        return False
-    if factor.dim() == 2:
-        return bool(data.dim() >= 1)
-    leading = [[*map(str, each.shape[:-2])] for each in (data, factor)]
-    return min(data.dim(), factor.dim()) > 2 and leading[0] == leading[1]
 
 
 def _nothing_between(first: fx.Node, last: fx.Node) -> bool:
@@ -195,7 +163,7 @@ def with_weight_gradients(
 
 def _weight_of(node: fx.Node) -> _Weight | None:
     """The weight that a product multiplies by; None at any other node."""
-    if node.target not in _TURNED and node.target is not product:
+    if node.target not in TURNED and node.target is not product:
         return None
     data, factor, bias = _operands(node)
     if not _is_low(data) or (node.kwargs and node.target is not product):
@@ -215,7 +183,7 @@ def _as_weight(read: Any, reader: fx.Node) -> _Weight | None:
     weight, copy, *edge = use.args
     value = weight.meta["val"]
     # Of a weight that is laid out across, torch gives such a gradient.
-    if value.dtype != HIGH_DTYPE or value.dim() > 2 or not _is_dense(value):
+    if value.dtype != HIGH_DTYPE or value.dim() > 2 or not is_dense(value):
         return None
     alone = all({*c.users} == {u} for c, u in zip(calls, users, strict=True))
     if not alone or not _nothing_between(use, reader):
@@ -240,7 +208,7 @@ def _give(node: fx.Node, weight: _Weight) -> None:
     of_bias = found if found is not None and found.edge == weight.edge else None
     given: tuple[Any, ...] = () if bias is None else (bias,)
     how = dict(node.kwargs)
-    turned = how.pop("turned", False) or _TURNED.get(node.target, False)
+    turned = how.pop("turned", False) or TURNED.get(node.target, False)
     if turned != (len(weight.calls) > 1):
         how["turned"] = True
     if weight.edge:
@@ -268,15 +236,6 @@ def _operands(node: fx.Node) -> tuple[Any, Any, Any]:
 def _is_low(node: Any) -> bool:
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return isinstance(value, Tensor) and value.dtype in LOW_DTYPES.values()
-
-
-def _is_dense(value: Tensor) -> bool:
-    """Whether a tensor lies row after row, without gaps."""
-    sizes, strides = ([*map(compat.hint, t)] for t in (value.shape, value.stride()))
-    return all(
-        size == 1 or stride == math.prod(sizes[at + 1 :])
-        for at, (size, stride) in enumerate(zip(sizes, strides, strict=True))
-    )
 
 
 def _numel(node: fx.Node) -> int:

@@ -7,6 +7,7 @@ tests/table/ceiling.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from autoamp.passes.decide.ceiling import promotes_to_low
 from autoamp.passes.functions import low_uses
 from autoamp.passes.rules import family
 from tests import small_models
+from tests.passes.decide.door import Device, price_graph
 from tests.quick import explored
 from tests.says import says
 from tests.small_models import Of, rewriting
@@ -249,6 +251,29 @@ def test_one_cast_before_three_slices() -> None:
     assert [c.value for c in found.casts if c.kind == "down"] == ["mul"]
     (uses,) = (n for n in found.gm.graph.nodes if n.target is low_uses)
     assert uses.args[2] == 3
+
+
+def test_a_wide_product_is_under_the_ceiling_and_no_move_of_it_is_low(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is rounded less than under autocast, and a view of it would be rounded."""
+    monkeypatch.setattr("autoamp.compat.products_give_fp32", lambda: True)
+    gpu = Device("test", 1e6, 2000.0, 1.0, 100.0, True, type="cuda")
+    found = small_models.rewritten(
+        of(lambda m, x: (x @ m.fc.weight.t()).t().unsqueeze(0).exp()).requires_grad_(
+            False
+        ),
+        [X],
+        "bf16",
+        deny=["exp"],
+        do_no_harm=True,
+        price=partial(price_graph, device=gpu),
+    )
+    (group,) = (g for g in found.assignment.problem.groups if g.made is not None)
+    assert group.value == "matmul"
+    assert found.assignment.low <= promotes_to_low(found.classified)
+    assert "matmul" in found.assignment.low
+    assert [c.value for c in found.casts if c.kind == "up"] == ["matmul"]
 
 
 def test_a_constant_of_low_readers_is_made_low() -> None:

@@ -216,6 +216,48 @@ def test_prices_of_casts_by_hand() -> None:
     assert (memory.down["linear"], memory.down["x0"]) == (1 + 64, 1)
 
 
+GPU = replace(DEVICE, type="cuda")
+LARGE: Shapes = [(128, 128)]
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "asked", "wide"),
+    [
+        # Two bytes more for each of 32 numbers, at 2 bytes/ns.
+        (F.linear, X, {}, {"linear": 320}),
+        # Python's Function, and a cast of the gradient.
+        (
+            F.linear,
+            LARGE,
+            TRAIN | {"weight": (128, 128)},
+            {"linear": 163_840 + 150_000 + 1000 + 491_520},
+        ),
+        (F.linear, X, TRAIN | {"objective": "memory"}, {}),
+        (F.linear, X, {"objective": "memory"}, {"linear": 1}),
+        (F.linear, X, {"device": DEVICE}, {}),
+        (F.linear, X, {"device": replace(GPU, pays=False)}, {}),
+        (F.linear, X, TRAIN, {}),  # too few numbers to pay for Python
+        (lambda x, w: F.linear(x, w, w[0]), X, {}, {}),  # a bias is another kernel
+        (lambda x, w: x @ w, X, {}, {"matmul": 320}),
+        (lambda x, w: x @ w[0], X, {}, {}),
+        (lambda x, y, w: torch.bmm(x, y), [(2, 3, 4), (2, 4, 5)], {}, {"bmm": 300}),
+        (lambda x, y, w: x @ y, [(2, 3, 4), (1, 4, 5)], {}, {}),
+        (relu, X, {}, {}),
+    ],
+)
+def test_prices_of_wide_products_by_hand(
+    monkeypatch: pytest.MonkeyPatch,
+    function: Any,
+    shapes: Shapes,
+    asked: Any,
+    wide: dict[str, int],
+) -> None:
+    monkeypatch.setattr("autoamp.compat.products_give_fp32", lambda: True)
+    found = priced(function, shapes, **{"device": GPU, **asked}).prices
+    assert found.wide == wide
+    assert all(price <= found.up[name] for name, price in wide.items())
+
+
 # -- do no harm ------------------------------------------------------------------------
 
 
