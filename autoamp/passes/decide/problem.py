@@ -120,13 +120,17 @@ def _cast_groups(
             # The results are cast at the end, behind all regions and writes.
             readers[(value, -1, -1)].append(FP32)
     returned_inside = returned_and_used(classified)
+    for value in sorted(returned_inside & prices.wide.keys()):
+        inside = [key for key in readers if key[0] == value and key[1] >= 0]
+        if len(inside) == 1:  # the cast that is returned serves both groups
+            readers[inside[0]] += readers.pop((value, -1, -1))
     copies = Counter(value for value, _, _ in readers)
     groups = []
     for key, names in readers.items():
         value, region, _ = key
         maker = facts.producer(value)
         up: int | None = prices.up[value]
-        if value in returned_inside and region >= 0:
+        if value in returned_inside and region >= 0 and copies[value] > 1:
             up = 0  # the up-cast that is returned serves these readers
         elif classified.moves(maker):
             up = None  # a move may round only for low readers

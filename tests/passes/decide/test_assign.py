@@ -159,6 +159,7 @@ WIDE = {
     "through a view": ("allow p; clear view p; deny a view", {}, 4),
     "returned": ("allow p", {"returned": ["p"]}, 4),
     "returned and read": ("allow p; deny a p", {"returned": ["p"]}, None),
+    "returned and read, trained": ("allow p; deny a p", {"returned": ["p"]}, 4),
     "read after a write": ("allow p; deny a p; deny late p", {}, None),
     "read as it comes": ("allow p; deny a p; infer as_it_comes p", {}, None),
 }
@@ -171,6 +172,7 @@ def test_a_product_has_a_price_in_fp32_where_one_group_holds_its_readers(
     text, changed, made = WIDE[name]
     written = graph_of(text, **changed)
     nodes, verdicts = dict(written.facts.nodes), dict(written.verdicts)
+    nodes["p"] = replace(nodes["p"], requires_grad="trained" in name)
     if "late" in nodes:
         nodes["late"] = fact("late", Operand("p", "self", False, 1))
     if "as_it_comes" in nodes:
