@@ -24,6 +24,7 @@ from autoamp.messages import bytes_text, counted
 from autoamp.passes.functions import (
     LEAF_FUNCTIONS,
     WITH_FP32_STATE,
+    product,
     saturating_cast,
     scaled_result,
     unscaled_weights,
@@ -128,6 +129,9 @@ def _in_backward(section: Section) -> int:
             count += len(node.users) * (node.target is not unscaled_weights)
         elif node.target in USES:
             count += 1
+        elif node.target is product and node.kwargs.get("wide"):
+            # The kernel that scales a gradient rounds it too.
+            count += "loss_scale" not in node.kwargs and _needs_grad(node, facts)
         elif node.target not in _WITHOUT_GRADIENT_CASTS:
             count += _widened_operands(node, facts)
     return count
