@@ -56,7 +56,15 @@ PAGES = {
 } | {
     name: name
     for name in (
-        *("budget", "calibration", "conformance", "curves", "explain", "exported"),
+        *(
+            "accumulators",
+            "budget",
+            "calibration",
+            "conformance",
+            "curves",
+            "explain",
+            "exported",
+        ),
         *("first_call", "guard", "layouts", "overhead", "page", "parallel", "ranks"),
         *("short_programs", "zoo"),
     )
