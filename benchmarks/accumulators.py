@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autoamp
+from autoamp.passes.decide import sums
 from autoamp.passes.decide.devices import Device
 from autoamp.passes.functions import low_weights, product
-from autoamp.passes.write import accumulators
 from autoamp.tools import plan_ways
 from autoamp.tools.count_traffic import bytes_of
 from autoamp.tools.plan_step import StepWatch
@@ -43,7 +43,7 @@ def _everywhere() -> Iterator[None]:
     """Products keep their sums on this CPU too, whatever they save."""
     with (
         mock.patch.object(Device, "keeps_sums", True),
-        mock.patch.object(accumulators, "PYTHON_NS", 0.0),
+        mock.patch.object(sums, "PYTHON_NS", 0.0),
     ):
         yield
 
@@ -100,9 +100,9 @@ def tokens(count: int = 1024, width: int = 768, vocabulary: int = 50257) -> Data
     torch.manual_seed(0)
     hidden, weight = torch.randn(count, width), torch.randn(vocabulary, width) * 0.02
     want = (hidden @ weight.t()).argmax(-1)
-    sums = hidden.to(LOW).float() @ weight.to(LOW).float().t()
-    exact = sums.argmax(-1)
-    stored = sums.to(LOW).argmax(-1)
+    exact_sums = hidden.to(LOW).float() @ weight.to(LOW).float().t()
+    exact = exact_sums.argmax(-1)
+    stored = exact_sums.to(LOW).argmax(-1)
     return {
         "of": count,
         "rounded": int((stored != want).sum()),

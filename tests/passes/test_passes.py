@@ -103,7 +103,7 @@ def _a_device_on_which_every_pass_pays(
     monkeypatch.setattr(Device, "channels_last", True)
     monkeypatch.setattr(Device, "starts_kernels", True)
     monkeypatch.setattr(Device, "keeps_sums", True)
-    monkeypatch.setattr("autoamp.passes.write.accumulators.PYTHON_NS", 0.0)
+    monkeypatch.setattr("autoamp.passes.decide.sums.PYTHON_NS", 0.0)
 
 
 EDITING = [each for each in PASSES if each.check is not None]

@@ -190,7 +190,8 @@ class Device:
         """Whether a product of low matrices can give its fp32 sums without rounding.
 
         Every kernel that multiplies 16-bit numbers sums in fp32; those for CUDA can
-        write the sums out as well.
+        write the sums out as well: in fp16 from compute capability 7.0 on, in bf16 from
+        8.0 on (aten/src/ATen/cuda/CUDABlas.cpp), which are the devices with units.
         """
         return self.type == "cuda" and self.pays and compat.products_give_fp32()
 

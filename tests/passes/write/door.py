@@ -18,12 +18,12 @@ from autoamp.passes.run import rewrite_graph
 from autoamp.passes.write.copied import clean_up, copied
 from autoamp.training.options import Options
 
-accumulators: Any = importlib.import_module("autoamp.passes.write.accumulators")
+sums: Any = importlib.import_module("autoamp.passes.decide.sums")
 together: Any = importlib.import_module("autoamp.passes.write.together")
 
 __all__ = [
-    "MAY_GROUP", "Device", "accumulators", "clean_up", "copied", "differences",
-    "passes", "rewritten_graph", "together",
+    "MAY_GROUP", "Device", "clean_up", "copied", "differences",
+    "passes", "rewritten_graph", "sums", "together",
 ]  # fmt: skip
 
 

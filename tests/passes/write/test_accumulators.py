@@ -21,7 +21,7 @@ import autoamp
 from autoamp import compat
 from autoamp.passes.functions import product
 from tests.metrics import relative_error
-from tests.passes.write.door import Device, accumulators
+from tests.passes.write.door import Device, sums
 
 WIDTH = 16
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -30,7 +30,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 @pytest.fixture(autouse=True)
 def device_whose_sums_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "keeps_sums", True)
-    monkeypatch.setattr(accumulators, "PYTHON_NS", 0.0)
+    monkeypatch.setattr(sums, "PYTHON_NS", 0.0)
 
 
 # -- the function ----------------------------------------------------------------------
@@ -294,10 +294,10 @@ def test_a_result_that_is_read_low_stays_low(program: Callable[..., Any]) -> Non
 
 
 def test_a_function_pays_by_the_bytes_that_it_saves(monkeypatch) -> None:
-    monkeypatch.setattr(accumulators, "PYTHON_NS", 15_000.0)
+    monkeypatch.setattr(sums, "PYTHON_NS", 15_000.0)
     device = Device("test", 100.0, 1.0, 1.0, 1.0, True)
     edge = 15_000 * 100 // 4
-    assert [accumulators.pays(n, device) for n in (edge, edge + 1)] == [False, True]
+    assert [sums.pays(n, device) for n in (edge, edge + 1)] == [False, True]
     model = converted("bf16", loss_scale="off")
     gradients(model, data())
     assert not products(model)
