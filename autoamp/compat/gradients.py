@@ -152,15 +152,8 @@ def any_not_finite(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     The gradients may have any dtype and any layout, and nothing is written to them.
     Nothing waits for a device.
     """
-    device = grads[0].device
-    if device.type == "cpu" and sum(map(torch.Tensor.numel, grads)) <= _SMALL:
-        parts = grads if all(map(_is_plain, grads)) else [*map(numbers_of, grads)]
-        # A finite sum has finite terms only, and small gradients have one sum together.
-        together = torch.cat([*map(torch.Tensor.flatten, parts)])
-        if math.isfinite(abs(together.sum().item())):
-            return clear_flag(device)
     with torch.no_grad():
-        return _looked_at(grads, device)
+        return _looked_at(grads, grads[0].device)
 
 
 def _is_plain(grad: torch.Tensor) -> bool:
@@ -168,8 +161,11 @@ def _is_plain(grad: torch.Tensor) -> bool:
 
 
 def _looked_at(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """One fp32 element, 1 where any of `grads`, each looked at, is not finite."""
-    parts = [part for part in map(numbers_of, grads) if part.numel()]
+    """As `any_not_finite`."""
+    plain = all(map(_is_plain, grads))
+    parts = [
+        part for part in (grads if plain else map(numbers_of, grads)) if part.numel()
+    ]
     if not parts:
         return clear_flag(device)
     if device.type != "cpu":
@@ -177,7 +173,7 @@ def _looked_at(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
         magnitudes = torch._foreach_norm(parts, math.inf)
         largest = torch.stack([each.float() for each in magnitudes])
         return (~largest.isfinite()).any().float().reshape(1)
-    for part in parts:
+    for part in _summed_at_once(parts):
         # A sum takes a fifteenth of the time of `isfinite` on a CPU; finite terms may
         # overflow in it, so that one that is not finite has its terms looked at.
         if not math.isfinite(abs(part.sum().item())):
@@ -188,8 +184,23 @@ def _looked_at(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
     return clear_flag(device)
 
 
+def _summed_at_once(parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The numbers of `parts`: each large tensor, and all small ones of a dtype as one.
+
+    Sixty vectors of 768 numbers take 0.01 ms together, and 0.07 ms one by one.
+    """
+    small: dict[torch.dtype, list[torch.Tensor]] = {}
+    for part in parts:
+        if part.numel() > _SMALL:
+            yield part
+        else:
+            small.setdefault(part.dtype, []).append(part.flatten())
+    for each in small.values():
+        yield torch.cat(each)
+
+
 _SMALL = 2**14
-"""So many numbers are summed at once: a sum for each tensor would take more time."""
+"""Tensors of no more numbers than these are summed together."""
 
 
 update_scale = torch._amp_update_scale_
