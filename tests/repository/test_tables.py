@@ -56,17 +56,9 @@ PAGES = {
 } | {
     name: name
     for name in (
-        *(
-            "accumulators",
-            "budget",
-            "calibration",
-            "conformance",
-            "curves",
-            "explain",
-            "exported",
-        ),
-        *("first_call", "guard", "layouts", "overhead", "page", "parallel", "ranks"),
-        *("short_programs", "zoo"),
+        *("accumulators", "budget", "calibration", "conformance", "curves", "explain"),
+        *("exported", "first_call", "guard", "isolated", "layouts", "overhead", "page"),
+        *("parallel", "ranks", "short_programs", "zoo"),
     )
 }
 """Pages of tables that are measured at one go, and their modules."""
@@ -167,6 +159,7 @@ COMMANDS = {
     "scaling": "--quick --only mlp --rounds 1",
     "automatic": "--only mlp --rounds 2",
     "inference": "--quick --rounds 2",
+    "isolated": "--quick --rounds 2",
     "overhead": "",
     "rows": "--rounds 1",
     "short_programs": "--only agent --rounds 1",
