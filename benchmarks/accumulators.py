@@ -114,6 +114,10 @@ def tokens(count: int = 1024, width: int = 768, vocabulary: int = 50257) -> Data
 # -- kernels ---------------------------------------------------------------------------
 
 
+_NO_KERNEL = ("empty", "detach", "_unsafe_view")
+"""Words in the names of ops that start no kernel, besides views."""
+
+
 class _Kernels(StepWatch):
     """Counts the kernels of a step, the casts among them, and their bytes."""
 
@@ -128,8 +132,9 @@ class _Kernels(StepWatch):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        # An empty tensor and a view start no kernel.
-        if not func.is_view and "empty" not in str(func) and "detach" not in str(func):
+        name = str(func)
+        starts = not func.is_view and not any(each in name for each in _NO_KERNEL)
+        if starts and func.namespace != "prim":
             self.kernels += 1
             self.casts += func is torch.ops.aten._to_copy.default
             self.moved += bytes_of((args, kwargs, result))
