@@ -39,7 +39,12 @@ from .ways import (
 
 EXACT = "autoamp, exact casts"
 RIVAL_LAST = f"autocast{CHANNELS_LAST}"
-WAYS = ("fp32", "autocast", "autoamp", RIVAL_LAST, EXACT)
+EAGER = ", eager"
+"""The end of the name of a way that nothing compiles."""
+
+WAYS = ("fp32", "autocast", "autoamp", "bfloat16", RIVAL_LAST, EXACT)
+NOT_COMPILED = tuple(f"{way}{EAGER}" for way in ("autocast", "autoamp"))
+"""Ways beside the compiled ones, of which inductor counts nothing."""
 
 BYTES_NOTE = """\
 Bytes that the kernels of the compiled graphs read and write, as inductor counts them
@@ -72,6 +77,9 @@ def measured(name: str, setting: Setting) -> Row:
     counted: dict[str, dict[str, int]] = {}
 
     def make(way: str) -> Step:
+        if way in NOT_COMPILED:
+            ready = prepared(case, way.removesuffix(EAGER), setting)
+            return step_of(case, ready, scaler=scaler_of(way, setting))
         own = {"exact_casts": way == EXACT} if way.startswith("autoamp") else {}
         plain = way.partition(",")[0] if way == EXACT else way
         ready = prepared(case, plain + INDUCTOR, setting, **own)
@@ -81,11 +89,11 @@ def measured(name: str, setting: Setting) -> Row:
         counted[way] = {**count, "refreshed": refreshed_bytes(ready.model, setting)}
         return step
 
-    chosen = step_times.ways_of(name, ways(setting))
+    chosen = step_times.ways_of(name, (*ways(setting), *NOT_COMPILED))
     makers = {way: partial(make, way) for way in chosen}
     row = step_times.measured(name, makers, setting)
     for way, figures in row["ways"].items():
-        figures.update(counted[way])
+        figures.update(counted.get(way, {}))
     return row
 
 
@@ -173,10 +181,12 @@ A training step in {setting.precision} (forward, backward, SGD) compiled by indu
 as part of the
 time of the same step of `torch.compile` under torch.autocast, medians of \
 {rounds(setting)}
-interleaved rounds. {batches}"""
+interleaved rounds. {batches}
+"Eager" ways are not compiled."""
     chosen = ways(setting)
     said = f"{BYTES_NOTE} {EXACT_NOTE}" if EXACT in chosen else BYTES_NOTE
-    tables = [step_times.table(rows, chosen), said, bytes_table(rows, chosen)]
+    timed = step_times.table(rows, (*chosen, *NOT_COMPILED))
+    tables = [timed, said, bytes_table(rows, chosen)]
     on_gpu = step_times.gpu_tables(rows, setting)
     return processes.page(rows, machine, note, *tables, *on_gpu)
 
