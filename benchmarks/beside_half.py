@@ -34,6 +34,7 @@ ROUNDS, PROFILED = 9, 3
 
 STEP = "benchmarks: one step"
 PYTHON = "Python and autograd"
+OTHER = "other ops"
 OPTIMIZER = "optimizer"
 
 _ATEN = {
@@ -79,7 +80,7 @@ def group_of(name: str) -> str:
     for group, starts in GROUPS.items():
         if name.startswith(starts):
             return group
-    return "other ops" if "::" in name and "autograd::" not in name else PYTHON
+    return OTHER if "::" in name and "autograd::" not in name else PYTHON
 
 
 def spent(step: Step) -> dict[str, Spent]:
@@ -221,12 +222,16 @@ def heading(row: Row) -> str:
     ours, half = _both(row)
     share = ratios({"a": ours["seconds"], "b": half["seconds"]}, "b")["a"]
     plain, other = (1e3 * statistics.median(w["seconds"]) for w in (ours, half))
-    seen, other_seen = (1e3 * _seconds(w["ops"]).total() for w in (ours, half))
+    groups, other_groups = (_seconds(w["ops"]) for w in (ours, half))
+    seen, other_seen = 1e3 * groups.total(), 1e3 * other_groups.total()
+    more = {g: abs(groups[g] - other_groups[g]) for g in {*groups, *other_groups}}
+    named = 1 - more.get(OTHER, 0.0) / sum(more.values())
     return f"""\
 ## {row["name"]}: {share:.2f}
 
 A step takes {plain:.0f} ms, and {other:.0f} ms in half: {plain - other:+.1f} ms. Under
-the profiler: {seen:.0f} and {other_seen:.0f} ms, {seen - other_seen:+.1f} ms."""
+the profiler: {seen:.0f} and {other_seen:.0f} ms, {seen - other_seen:+.1f} ms. Groups
+with a name have {named:.0%} of the differences."""
 
 
 def text(rows: Sequence[Row], setting: Setting, machine: str) -> str:
