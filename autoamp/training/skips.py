@@ -138,8 +138,13 @@ def _accused(blamed: _Blamed, of: ModelScaling, scale: float | None) -> str:
 
 
 def _by_gradients(runs: Sequence[GraphRun], params: Sequence[torch.Tensor]) -> str:
-    """A clause about the last run whose gradients are not finite."""
+    """A clause about the last run whose gradients are not finite.
+
+    A run that left no such gradient at these parameters comes last: its gradients were
+    thrown away, or its model is gone and others have the ids of its parameters.
+    """
     bad = set(map(id, _with_bad_gradients(params)))
+    of_model = ""
     for run in reversed(runs):
         captured = run.origin.graph()
         # None: the graph was garbage-collected.
@@ -149,10 +154,13 @@ def _by_gradients(runs: Sequence[GraphRun], params: Sequence[torch.Tensor]) -> s
         inputs = graph.find_nodes(op="placeholder")
         positions = zip(run.leaves.ids, run.origin.positions, strict=True)
         weights = [inputs[at] for leaf, at in positions if leaf in bad]
-        return last_bad_gradient(graph, weights) or (
+        named = last_bad_gradient(graph, weights)
+        if named:
+            return named
+        of_model = of_model or (
             f"a gradient that leaves {run.scaling.label} is not finite"
         )
-    return "the gradients are not finite"
+    return of_model or "the gradients are not finite"
 
 
 def _of_parameters(params: Sequence[torch.Tensor], names: Mapping[int, str]) -> str:

@@ -199,6 +199,11 @@ DIRECT: dict[str, Callable[[Tensor], Tensor]] = {
     "laid_out": lambda x: functions.laid_out(
         x[:, :, None], torch.channels_last, torch.contiguous_format
     ),
+    "product": direct(
+        lambda low: functions.product(
+            low, torch.eye(WIDTH), torch.eye(WIDTH).bfloat16()
+        )
+    ),
     "with_dtypes": lambda x: functions.with_dtypes(x, [torch.bfloat16]).float(),
 }
 """Functions that a GPU's graphs call, or few graphs, by themselves."""

@@ -262,6 +262,19 @@ def test_a_module_and_a_weight_are_named_as_their_users_know_them() -> None:
     says(training.skips[0], module="the gradient of 1.1.", op="aten::linear")
 
 
+def test_a_run_whose_gradients_were_thrown_away_hides_no_other() -> None:
+    kept, thrown = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    optimizer: Any = torch.optim.SGD([*kept.parameters(), *thrown.parameters()], 1e-3)
+    for model in (kept, thrown):
+        options = {"precision": "fp16", "loss_scale": autoamp.DynamicLossScale(2.0**8)}
+        autoamp.convert(model, optimizer, **{**BF16, **options})
+    for model in (kept, thrown):
+        (model(torch.randn(6, WIDTH)).square().mean() * 1e6).backward()
+    thrown.zero_grad()
+    optimizer.step()
+    says(skips_of(kept)[0], module="the gradient of weight", op="aten::linear")
+
+
 @pytest.mark.parametrize("scale", [2.0**8, None], ids=["fp16", "bf16"])
 def test_what_is_not_the_models_fault_is_said_to_be_so(scale: float | None) -> None:
     training = Training(Between, scale)
