@@ -98,7 +98,7 @@ class _Product(torch.autograd.Function):
         ctx.is_batch, ctx.dtype = factor.dim() > 2, factor.dtype
         # Not saved: a saved weight must stay as it is until the backward, and none but
         # a backward that is differentiated again asks for it.
-        ctx.weight = None if copy is None else weight
+        ctx.weight = weight if copy is not None and weight.requires_grad else None
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.has_bias_copy = bias_copy is not None
         ctx.leaves = weight.is_leaf, bias is None or bias.is_leaf
@@ -204,6 +204,8 @@ def _use(weight: Any, copy: Tensor | None, edge: Edge | None) -> Any:
     """A weight as an op reads it that torch differentiates: `weight` without a copy."""
     if copy is None:
         return weight
+    if not weight.requires_grad:
+        return copy
     if edge is None:
         return low_weight(weight, copy)
     return low_weight_unscaled(weight, copy, *edge)
