@@ -61,6 +61,7 @@ from autoamp.passes.decide.cost import PriceModel, as_authors_ask, price_graph
 from autoamp.passes.decide.devices import Device, device_with, main_device
 from autoamp.passes.functions.attention import attention, traced_attention
 from autoamp.passes.kernels.attention import attention_at, leave_out
+from autoamp.passes.kernels.convolutions import depthwise_at
 from autoamp.passes.kernels.fuse import fuse
 from autoamp.passes.kernels.norms import norm_at, softmax_at
 from autoamp.passes.kernels.rotary import with_rotary
@@ -312,6 +313,15 @@ def _layouts(work: Rewritten) -> Rewritten:
     return replace(work, gm=gm, layouts=formats)
 
 
+def _depthwise(work: Rewritten) -> Rewritten:
+    """Wide depthwise filters on CPUs have gradients by a kernel for depthwise ones."""
+    here = device_of(work)
+    # The kernels of a CPU without units for bf16 are others.
+    if not (here.type == "cpu" and here.channels_last and _may_replace_eagerly(work)):
+        return work
+    return _with_targets(work, depthwise_at)
+
+
 def _sums(work: Rewritten) -> Rewritten:
     """Low products that are read in fp32 keep their fp32 sums."""
     if not _keeps_sums(work):
@@ -460,6 +470,15 @@ PASSES = (
         Checks.laid_out,
         rounding="kernels for another layout may sum in another order",
         without="its convolutions read the layout they are given",
+        needs_memory=True,
+    ),
+    Pass(
+        # After `layouts`, which knows torch's convolutions.
+        _depthwise,
+        _PREPARE,
+        Checks.replaced,
+        rounding="kernels for other layouts may sum in another order",
+        without="its depthwise convolutions have torch's backward",
         needs_memory=True,
     ),
     Pass(

@@ -441,6 +441,12 @@ def convolution(x: Tensor, w: Tensor) -> Tensor:
     return F.conv2d(x, w, padding=1)
 
 
+@shows("depthwise", x=IMAGE, w=weight(3, 1, 7, 7), v=weight(3, 1, 3, 3))
+def depthwise(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """The gradients of filters that are wider than 3 are computed in parts."""
+    return F.conv2d(F.conv2d(x, w, padding=3, groups=3), v, groups=3)
+
+
 # -- meshes ---------------------------------------------------------------------------
 
 

@@ -181,9 +181,15 @@ def direct(call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda x: call(x.bfloat16()).float()
 
 
+def filtered(conv1d: Any) -> Callable[[Tensor], Tensor]:
+    """Channels filtered by numbers of the first image: both operands are trained."""
+    return lambda x: conv1d(x, x[0, :, None, :5], None, [1], [2], [1], 3)
+
+
 ONE, NONE_YET = torch.ones(()), torch.zeros(1)
 DIRECT: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": direct(lambda low: functions.softmax(low, -1)),
+    "depthwise": direct(filtered(functions.depthwise)),
     "saturating_cast": direct(lambda low: functions.saturating_cast(low, low.dtype)),
     "low_weight": lambda x: functions.low_weight(x, x.detach().bfloat16()).float(),
     "low_weight_unscaled": lambda x: functions.low_weight_unscaled(
@@ -458,6 +464,7 @@ def test_attention_with_dropout_in_torch_func(whole: bool) -> None:
 @pytest.mark.filterwarnings(*KNOWN)
 def test_a_function_by_itself(name: str) -> None:
     plain = {"softmax": lambda x: x.softmax(-1), "laid_out": lambda x: x[:, :, None]}
+    plain["depthwise"] = filtered(functional.conv1d)
     exact = plain.get(name, lambda x: x * 1)
     x = torch.randn(2, 3, WIDTH).bfloat16().float().requires_grad_()
     assert [*wrong(DIRECT[name], exact, x, OF_GRADIENTS)] == []

@@ -29,6 +29,7 @@ from autoamp.passes.functions.casts import (
     unscaled_weights,
     with_dtypes,
 )
+from autoamp.passes.functions.convolutions import depthwise
 from autoamp.passes.functions.edge import scale_grad, unscale_grad, unscale_grad_
 from autoamp.passes.functions.meshes import MESH_CALLS, gather_low, gathered_low
 from autoamp.passes.functions.norms import layer_norm, rms_norm, softmax
@@ -47,6 +48,7 @@ LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
         attention,
         traced_attention,
         checkpointed,
+        depthwise,
         gather_low,
         gathered_low,
         laid_out,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autoamp.passes.decide.devices import Device
 from autoamp.passes.functions.attention import LONG, WRITTEN_ATTENTION, Kind, attention
+from autoamp.passes.functions.convolutions import depthwise
 from autoamp.passes.functions.norms import layer_norm, rms_norm
 from autoamp.passes.functions.rotary import rotary
 from autoamp.passes.kernels import proved
@@ -14,6 +15,6 @@ from autoamp.passes.kernels.proved import Recognised, recognised
 
 __all__ = [
     "LONG", "WRITTEN_ATTENTION", "Algebra", "Device", "Kind", "Recognised",
-    "UnknownError", "attention", "chains_in", "exp", "layer_norm", "log", "proved",
-    "read", "recognised", "rms_norm", "root", "rotary", "row_sum", "tanh",
+    "UnknownError", "attention", "chains_in", "depthwise", "exp", "layer_norm", "log",
+    "proved", "read", "recognised", "rms_norm", "root", "rotary", "row_sum", "tanh",
 ]  # fmt: skip
