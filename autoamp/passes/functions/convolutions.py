@@ -1,4 +1,4 @@
-"""Depthwise convolutions, whose weights have gradients by the kernel for depthwise ones.
+"""Depthwise convolutions, whose weights have gradients by oneDNN's kernel for such.
 
 OneDNN's kernel for the gradient of depthwise weights takes filters of up to 3 columns,
 however many rows they have.  Wider ones go to a kernel for whole groups, which computes

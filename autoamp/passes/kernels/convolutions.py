@@ -31,9 +31,8 @@ def _is_slow(node: fx.Node) -> bool:
     if node.target not in OPS or node.kwargs:
         return False
     weight: Any = node.args[1]
-    given = node.args[2:]
-    last: Any = (*given, *_DEFAULTS[len(given) :])[2:]
-    padding, dilation, groups = last
+    given: Any = (*node.args[2:], *_DEFAULTS[len(node.args) - 2 :])
+    _, _, padding, dilation, groups = given
     result, (channels, depth, *sizes) = node.meta["val"], weight.meta["val"].shape
     if result.dtype != torch.bfloat16 or result.dim() != 2 + len(sizes):
         return False  # no low dtype, or one image without a batch
