@@ -230,6 +230,8 @@ class _Seen:
                 continue
             elif node in self.convolutions:
                 unary[node.name] = self._convolving(node)
+                if self.device.type == "cpu" and _may_hang(node):
+                    at_sink[node.name] = "may hang with the channels last"
             elif not _keeps_layout(node):
                 at_sink[node.name] = "is written for the layout it has"
             if not _is_plain(value):
@@ -347,6 +349,17 @@ def _is_convolution(node: fx.Node) -> bool:
     if not isinstance(node.target, compat.OpOverload) or len(node.args) <= _WEIGHT:
         return False
     return base_name(node.target) in family("convolution", "transposed_convolution")
+
+
+_WIDE = 15
+"""OneDNN 3.12, of torch 2.13, never ends on 16 filters of 1 x 15, depthwise, over 32
+columns with the channels last; 13 columns end, and so do 96 filters of 31."""
+
+
+def _may_hang(node: fx.Node) -> bool:
+    """Whether a convolution is one of wide depthwise filters."""
+    weight = node.args[_WEIGHT].meta["val"]  # type: ignore[union-attr]
+    return weight.shape[1] == 1 and bool(compat.hint(weight.shape[-1]) >= _WIDE)
 
 
 def _is_image(node: fx.Node) -> bool:

@@ -69,6 +69,17 @@ LAID = {
 """The convolutions of each row that are laid out anew, and the changes of layout."""
 
 
+@pytest.mark.parametrize(("width", "is_last"), [(13, True), (15, False)])
+def test_wide_depthwise_filters_stay(width: int, is_last: bool) -> None:
+    """OneDNN hangs on some that have their channels last."""
+    wide = nn.Conv2d(16, 16, width, padding=width // 2, groups=16)
+    model = converted(nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), wide))
+    model(torch.randn(4, 3, 40, 40)).sum().backward()
+    nodes = [n for gm in autoamp.report(model).graphs for n in gm.graph.nodes]
+    (found,) = (n for n in nodes if "depthwise" in str(n.target))
+    assert found.meta.get("autoamp_channels_last", False) == is_last
+
+
 @pytest.mark.parametrize("name", LAID)
 def test_convolutions_have_their_channels_last(name: str) -> None:
     model = model_of(name)
