@@ -104,13 +104,14 @@ def low_weight(weight: Tensor, copy: Tensor) -> Tensor:
 def _autograd_casts(weight: Tensor, copy: Tensor) -> bool:
     """Whether autograd itself can cast the gradient of a use of `weight`.
 
-    It gives the gradient no other layout; that of a convolution may need one.
+    It gives the gradient no other layout; that of a convolution may need one, unless
+    weight and copy have their channels last both.
     """
     return (
         weight.requires_grad
         and torch.is_grad_enabled()
         and type(weight) in _PLAIN
-        and weight.dim() < _CONVOLUTIONS
+        and (weight.dim() < _CONVOLUTIONS or weight.stride(1) == 1)
         and weight.stride() == copy.stride()
         and compat.casts_gradients()
     )

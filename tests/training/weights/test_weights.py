@@ -330,12 +330,23 @@ def test_threads_train_on_shared_weights() -> None:
 # -- how gradients of uses reach a weight ----------------------------------------------
 
 
-def test_a_use_of_a_weight_runs_no_python_in_the_backward() -> None:
-    weight = nn.Parameter(torch.randn(4, 4))
+@pytest.mark.parametrize(
+    "plain", [torch.randn(4, 4), torch.randn(4, 3, 2, 2).movedim(-1, 1)]
+)
+def test_a_use_of_a_weight_runs_no_python_in_the_backward(plain: Tensor) -> None:
+    """Of filters neither, where their channels are last."""
+    weight = nn.Parameter(plain)
     use = low_weight(weight, weight.detach().bfloat16())
     assert "LowWeight" not in str(use.grad_fn)
-    (grad,) = torch.autograd.grad(use, weight, torch.ones(4, 4, dtype=torch.bfloat16))
-    assert grad.dtype == torch.float32
+    (grad,) = torch.autograd.grad(use, weight, torch.ones_like(use))
+    assert (grad.dtype, grad.stride()) == (torch.float32, weight.stride())
+
+
+def test_the_gradient_of_filters_lies_as_they_do() -> None:
+    weight = nn.Parameter(torch.randn(4, 3, 2, 2))
+    last = weight.detach().bfloat16().contiguous(memory_format=torch.channels_last)
+    (grad,) = torch.autograd.grad(low_weight(weight, last), weight, last)
+    assert grad.is_contiguous()
 
 
 @pytest.mark.parametrize("natively", [True, False])
