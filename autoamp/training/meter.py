@@ -8,9 +8,11 @@ effective descent quality of Collage, 2405.03637).
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,8 @@ from autoamp.training.boundary import BOUNDARIES, params_of
 from autoamp.training.masters import in_dtype
 from autoamp.training.separable import body_of, is_elementwise, part_of
 from autoamp.training.split import CHUNK
+
+logger = logging.getLogger(__name__)
 
 MOST_TIME = 0.01
 """The share of the time of training that a meter takes at most, once it has begun."""
@@ -67,8 +71,8 @@ class UpdateMeter:
         # A deep copy of an optimizer calls the hooks of the original.
         self._optimizer = weakref.ref(optimizer)
         self._hooks = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
+            optimizer.register_step_pre_hook(lambda *of: self._try(self._before, *of)),
+            optimizer.register_step_post_hook(lambda *of: self._try(self._after, *of)),
         ]
         METERS[optimizer] = self
 
@@ -88,6 +92,18 @@ class UpdateMeter:
     def sums(self, param: torch.Tensor) -> torch.Tensor | None:
         """For a weight the sums <made, meant> and <meant, meant>; None if unseen."""
         return self._sums.get(param)
+
+    def _try(self, look: Callable[..., None], *given: Any) -> None:
+        """Calls `look`; a look that fails ends the meter, and not the user's step."""
+        try:
+            look(*given)
+        except Exception as error:  # noqa: BLE001 - an optimizer's code may raise any
+            # The hooks stay: the optimizer is going through its hooks right now.
+            self._next, self._meant = math.inf, []
+            logger.warning(
+                "autoamp: the updates of %s are measured no more: %s: %s",
+                *(type(self.optimizer).__name__, type(error).__name__, error),
+            )
 
     def _before(self, stepped: Any, *_: Any) -> None:
         if torch.compiler.is_dynamo_compiling():  # the user compiles the step

@@ -13,6 +13,7 @@ from torch import Tensor, nn, optim
 import autoamp
 from autoamp.training import meter
 from autoamp.training.meter import METERS, UpdateMeter, UpdateShare, shares_of
+from tests.logs import warned
 from tests.says import says
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -284,3 +285,20 @@ def test_bench_says_what_half_weights_lose() -> None:
     assert half.updates[0].share < 0.01
     assert ".bfloat16(): bf16 rounds away" in " ".join(str(found).split())
     assert not next(row for row in found.rows if row.kind == "fp32").updates
+
+
+@pytest.mark.parametrize("part", ["_look", "_add"])
+def test_a_look_that_fails_ends_the_meter_and_no_step(
+    part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> None:
+        raise ZeroDivisionError("of a look")
+
+    plain, model = net(), net()
+    seen = train(plain, optim.AdamW(plain.parameters()), 4)
+    optimizer = optim.AdamW(model.parameters())
+    each_step(optimizer)
+    monkeypatch.setattr(UpdateMeter, part, fails)
+    assert all(map(torch.equal, train(model, optimizer, 4), seen))
+    (line,) = warned(caplog)
+    says(line, "AdamW", "ZeroDivisionError: of a look")
