@@ -29,7 +29,7 @@ from .timing import interleaved, ratios
 from .training import SMALL_BATCHES, case_in, names
 from .ways import CHANNELS_LAST, Step, low_way, prepared, step_of
 
-ROUNDS, PROFILED = 9, 3
+ROUNDS, PROFILED = 9, 5
 """Rounds of timed steps, and steps of each way under the profiler."""
 
 STEP = "benchmarks: one step"
@@ -83,20 +83,28 @@ def group_of(name: str) -> str:
     return OTHER if "::" in name and "autograd::" not in name else PYTHON
 
 
-def spent(step: Step) -> dict[str, Spent]:
-    """For each name of an event, what a step takes, events inside of it left out."""
-    calls, seconds = Counter[str](), Counter[str]()
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as taken:
-        for _ in range(PROFILED):
-            with record_function(STEP):
+def spent(steps: Mapping[str, Step]) -> dict[str, dict[str, Spent]]:
+    """For each way and each name of an event what a step takes.
+
+    Events inside of an event count for themselves.  The ways take turns.
+    """
+    calls = {way: Counter[str]() for way in steps}
+    seconds = {way: Counter[str]() for way in steps}
+    for _ in range(PROFILED):
+        for way, step in steps.items():
+            taken = profile(activities=[ProfilerActivity.CPU], acc_events=True)
+            with taken, record_function(STEP):
                 step()
-    for event in taken.events():
-        name = _counted_as(event)
-        calls[name] += name == event.name
-        seconds[name] += event.self_cpu_time_total / 1e6
+            for event in taken.events():
+                name = _counted_as(event)
+                calls[way][name] += name == event.name
+                seconds[way][name] += event.self_cpu_time_total / 1e6
     return {
-        name: Spent(calls[name] / PROFILED, taken / PROFILED)
-        for name, taken in seconds.items()
+        way: {
+            name: Spent(calls[way][name] / PROFILED, each / PROFILED)
+            for name, each in seconds[way].items()
+        }
+        for way in steps
     }
 
 
@@ -137,11 +145,11 @@ def measured(name: str, setting: Setting) -> Row:
             steps[way]()
     turns.wait()
     taken = interleaved(steps, ROUNDS)
+    ops = spent(steps)
     for way, step in steps.items():
-        ops = spent(step)
         row["ways"][way] = {
             "seconds": taken[way],
-            "ops": {name: [*each] for name, each in ops.items()},
+            "ops": {name: [*each] for name, each in ops[way].items()},
             "bytes": moved_bytes(step),
         }
     return row

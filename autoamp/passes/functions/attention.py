@@ -551,12 +551,13 @@ def _in_fp32(
     whole = held.new("whole", shape, HIGH_DTYPE)
     if a.dtype == HIGH_DTYPE:
         return _product(a, b, scale, whole)
-    high, rest = (held.new(name, shape, a.dtype) for name in ("high", "rest"))
-    _product(a, b, scale, high)
+    high = _product(a, b, scale, held.new("high", shape, a.dtype))
     if limit < math.inf and not float(high.abs().max()) <= limit:
         return _product(a.to(HIGH_DTYPE), b.to(HIGH_DTYPE), scale, whole)
-    torch.baddbmm(high, a, b, beta=-1, alpha=scale, out=rest)
-    return whole.copy_(high).add_(rest)
+    whole.copy_(high)
+    rest = high.baddbmm_(a, b, beta=-1, alpha=scale)
+    # Added as they are, low numbers would be cast to memory that is new each time.
+    return whole.add_(held.new("found", shape, HIGH_DTYPE).copy_(rest))
 
 
 def _parts(
