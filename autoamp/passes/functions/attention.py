@@ -365,7 +365,12 @@ def _backward(  # noqa: PLR0917 - as its schema
         safe: whether a query that sees no key has weights of 0, and not NaN.
     """
     steps = steps_of(tensors, kinds, numbers)
-    of_query, of_key, of_value = (torch.empty_like(t) for t in (query, key, value))
+    operands = query, key, value
+    # Models hand in heads that lie apart: they are moved once, and not for each part.
+    grad, query, key, value = (t.contiguous() for t in (grad, *operands))
+    of_query, of_key, of_value = found_all = [
+        torch.empty_like(t) for t in (query, key, value)
+    ]
     held = _Held(query.dtype, key.shape[2])
     to_key: Tensor | None = None
     to_value: Tensor | None = None
@@ -391,7 +396,14 @@ def _backward(  # noqa: PLR0917 - as its schema
             _put(of_key[part.heads], to_key.mT)
             _put(of_value[part.heads], to_value.mT)
             to_key = to_value = None
+    of_query, of_key, of_value = map(_lying_as, found_all, operands)
     return of_query, of_key, of_value
+
+
+def _lying_as(found: Tensor, operand: Tensor) -> Tensor:
+    """A gradient with the strides of its operand."""
+    like = torch.empty_like(operand)
+    return found if found.stride() == like.stride() else like.copy_(found)
 
 
 def _put(whole: Tensor, rows: Tensor) -> None:
