@@ -30,7 +30,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -299,7 +299,7 @@ _FEW_KEYS = 32
 _FEWEST = 64
 """The fewest queries of a part: products of fewer rows are slow."""
 
-_STAIRS = 4
+_STAIRS, _LOW_STAIRS = 4, 2
 """Parts that the queries of causal attention are cut into, each with fewer keys."""
 
 _VANISHED = 104.0
@@ -372,8 +372,7 @@ def _backward(  # noqa: PLR0917 - as its schema
         torch.empty_like(t) for t in (query, key, value)
     ]
     held = _Held(query.dtype, key.shape[2])
-    to_key: Tensor | None = None
-    to_value: Tensor | None = None
+    sums: _Sums | None = None
     for part in _parts(query, key, value, steps, held):
         slopes = part.rows_of(grad)
         weights = part.weights(held, safe=safe)
@@ -385,17 +384,23 @@ def _backward(  # noqa: PLR0917 - as its schema
             held.new("found", weights.shape, HIGH_DTYPE),
         )
         stepped_back_(part.scores(found), part.steps, part.first)
-        found = held.operand(found, "low found")
-        weights = held.operand(weights, "low weights")
+        if held.is_low:
+            found = held.kept(found, part, "low found")
+            weights = held.kept(weights, part, "low weights")
+            if part.first > 0:
+                continue
+            # All rows of these heads are there, so that each sum is rounded once.
+            part = part.with_all_rows()  # noqa: PLW2901
+            slopes = part.rows_of(grad)
         _put(part.of(of_query), _product(found, part.key, part.scale))
         # Rows of keys are few and those of scores are many: a product with the scores
         # on its right has no scores to transpose.
-        to_key = _summed(to_key, part, held, part.query.mT, found, part.scale)
-        to_value = _summed(to_value, part, held, slopes.mT, weights)
+        more = _product(part.query.mT, found, part.scale), _product(slopes.mT, weights)
+        sums = _added(sums, *more)
         if part.first == 0:
-            _put(of_key[part.heads], to_key.mT)
-            _put(of_value[part.heads], to_value.mT)
-            to_key = to_value = None
+            _put(of_key[part.heads], sums[0].mT)
+            _put(of_value[part.heads], sums[1].mT)
+            sums = None
     of_query, of_key, of_value = map(_lying_as, found_all, operands)
     return of_query, of_key, of_value
 
@@ -411,25 +416,17 @@ def _put(whole: Tensor, rows: Tensor) -> None:
     whole.copy_(rows.view(whole.shape))
 
 
-def _summed(  # noqa: PLR0917
-    total: Tensor | None,
-    part: _Part,
-    held: _Held,
-    a: Tensor,
-    b: Tensor,
-    scale: float = 1.0,
-) -> Tensor:
-    """The sum over all parts so far of `scale * a @ b`, in fp32 if there are several.
+_Sums = tuple[Tensor, Tensor]
+"""The gradients of keys and of values, each (batches and heads, width, keys)."""
 
-    Sums over blocks of queries in 16 bits would lose gradients of keys and values.
-    """
-    if part.is_whole:
-        return _product(a, b, scale)
-    own = _in_fp32(a, b, held, scale)
-    if total is None:  # the last queries come first, and see all keys
-        return own.clone()
-    total[:, :, : own.shape[2]].add_(own)
-    return total
+
+def _added(sums: _Sums | None, *more: Tensor) -> _Sums:
+    """Sums over all parts so far; each part sees the first keys of the part before."""
+    if sums is None:
+        return more[0], more[1]
+    for total, own in zip(sums, more, strict=True):
+        total[:, :, : own.shape[2]].add_(own)
+    return sums
 
 
 class _Held:
@@ -468,11 +465,19 @@ class _Held:
             self._shaped[name, shape] = flat[:size].view(shape)
         return self._shaped[name, shape]
 
-    def operand(self, scores: Tensor, name: str) -> Tensor:
-        """Scores in the dtype of the operands of products."""
-        if not self.is_low:
-            return scores
-        return self.new(name, scores.shape, self.dtype).copy_(scores)
+    def kept(self, scores: Tensor, part: _Part, name: str) -> Tensor:
+        """Scores as operands of products, beside those of the other rows of the heads.
+
+        Keys that the rows do not see have zeros.
+        """
+        shape = (scores.shape[0], *part.scores_of_heads)
+        whole = self.new(name, shape, self.dtype)
+        rows = whole[:, part.first : part.last]
+        seen = scores.shape[2]
+        rows[:, :, :seen].copy_(scores)
+        if seen < shape[2]:
+            rows[:, :, seen:].zero_()
+        return whole
 
 
 @dataclass(frozen=True)
@@ -483,7 +488,7 @@ class _Part:
         heads: the batches and heads.
         several: how many batches and heads that are.
         first, last: the numbers of the first query and of the one after the last.
-        is_whole: whether these are all queries of their heads.
+        all_rows, all_keys: query and key of these heads, whole.
         scale: the factor of the scores.
         query: (batches and heads, queries, width), in the dtype of operands.
         key, value: (batches and heads, keys, width), of the keys that any query sees.
@@ -494,12 +499,23 @@ class _Part:
     several: tuple[int, int]
     first: int
     last: int
-    is_whole: bool
+    all_rows: Tensor
+    all_keys: Tensor
     scale: float
     query: Tensor
     key: Tensor
     value: Tensor
     steps: list[Step]
+
+    @property
+    def scores_of_heads(self) -> tuple[int, int]:
+        """How many queries and keys the heads have."""
+        return self.all_rows.shape[1], self.all_keys.shape[1]
+
+    def with_all_rows(self) -> _Part:
+        """All queries of these heads, which see all keys; values and steps stay."""
+        last = self.all_rows.shape[1]
+        return replace(self, first=0, last=last, query=self.all_rows, key=self.all_keys)
 
     def of(self, whole: Tensor) -> Tensor:
         """The part of a tensor that has a row for each query, in four dimensions."""
@@ -583,9 +599,9 @@ def _parts(
     queries, keys, width = query.shape[2], key.shape[2], query.shape[3]
     is_causal = hides_later_keys_alone(steps)
     # Causal queries are cut into steps, each of which leaves out the keys after its
-    # last query.  Low products take less time than the sums over several steps.
-    in_steps = is_causal and not held.is_low
-    rows = max(_FEWEST, -(-queries // _STAIRS)) if in_steps else queries
+    # last query.
+    stairs = _LOW_STAIRS if held.is_low else _STAIRS
+    rows = max(_FEWEST, -(-queries // stairs)) if is_causal else queries
     room = torch.get_num_threads() * _ROOM
     for heads in _some_heads(query, room // (width * (queries + keys) + rows * keys)):
         own = [t[heads] for t in (query, key, value)]
@@ -597,8 +613,8 @@ def _parts(
             seen = slice(last if is_causal and last < queries else keys)
             less = [s.part(*heads, slice(first, last), seen) for s in steps]
             given = own[0][:, first:last], own[1][:, seen], own[2][:, seen]
-            whole = count >= queries
-            yield _Part(heads, several, first, last, whole, scale, *given, less)
+            heads_own = own[0], own[1], scale
+            yield _Part(heads, several, first, last, *heads_own, *given, less)
 
 
 def _laid_out(tensor: Tensor, dtype: torch.dtype) -> Tensor:
