@@ -32,17 +32,17 @@ from .ways import (
     CPU_BF16,
     INDUCTOR,
     Step,
+    low_way,
     prepared,
     scaler_of,
     step_of,
 )
 
-EXACT = "autoamp, exact casts"
 RIVAL_LAST = f"autocast{CHANNELS_LAST}"
 EAGER = ", eager"
 """The end of the name of a way that nothing compiles."""
 
-WAYS = ("fp32", "autocast", "autoamp", "bfloat16", RIVAL_LAST, EXACT)
+COMPILED = ("fp32", "autocast", "autoamp", RIVAL_LAST)
 NOT_COMPILED = tuple(f"{way}{EAGER}" for way in ("autocast", "autoamp"))
 """Ways beside the compiled ones, of which inductor counts nothing."""
 
@@ -52,10 +52,6 @@ Bytes that the kernels of the compiled graphs read and write, as inductor counts
 autoamp's low copies of the weights, once a step of the optimizer and outside of the
 graphs; autocast casts the weights inside, in each forward."""
 
-EXACT_NOTE = """\
-"Exact casts" is autoamp
-with `exact_casts=True`: inductor rounds at each cast, also inside a kernel."""
-
 
 def names(setting: Setting) -> list[str]:
     """The models that are compiled in a setting."""
@@ -64,11 +60,13 @@ def names(setting: Setting) -> list[str]:
 
 
 def ways(setting: Setting) -> tuple[str, ...]:
-    """The columns of the tables; full-size models take too long to compile once more.
+    """The compiled ways; full-size models take too long to compile once more."""
+    return COMPILED if setting.full_size else (*COMPILED, low_way(setting))
 
-    Ten minutes are enough to compile a few full-size models in three ways.
-    """
-    return WAYS[:-1] if setting.full_size else WAYS
+
+def all_ways(setting: Setting) -> tuple[str, ...]:
+    """The columns of the table of times."""
+    return ways(setting) if setting.full_size else (*ways(setting), *NOT_COMPILED)
 
 
 def measured(name: str, setting: Setting) -> Row:
@@ -80,16 +78,14 @@ def measured(name: str, setting: Setting) -> Row:
         if way in NOT_COMPILED:
             ready = prepared(case, way.removesuffix(EAGER), setting)
             return step_of(case, ready, scaler=scaler_of(way, setting))
-        own = {"exact_casts": way == EXACT} if way.startswith("autoamp") else {}
-        plain = way.partition(",")[0] if way == EXACT else way
-        ready = prepared(case, plain + INDUCTOR, setting, **own)
+        ready = prepared(case, way + INDUCTOR, setting)
         step = step_of(case, ready, scaler=scaler_of(way, setting))
         with inductors_count() as count:
             step()
         counted[way] = {**count, "refreshed": refreshed_bytes(ready.model, setting)}
         return step
 
-    chosen = step_times.ways_of(name, (*ways(setting), *NOT_COMPILED))
+    chosen = step_times.ways_of(name, all_ways(setting))
     makers = {way: partial(make, way) for way in chosen}
     row = step_times.measured(name, makers, setting)
     for way, figures in row["ways"].items():
@@ -152,7 +148,7 @@ def _ratio(value: float | None) -> str:
     return f"{value:.3f}" if value else "-"
 
 
-def bytes_table(rows: Sequence[Row], ways: Sequence[str] = WAYS) -> str:
+def bytes_table(rows: Sequence[Row], ways: Sequence[str]) -> str:
     """The Markdown table of inductor's own counts."""
     header = ("model", *(f"{way}, MB" for way in ways), "refresh, MB")
     header += ("autoamp / autocast", *(f"{way}, kernels" for way in ways))
@@ -183,10 +179,8 @@ time of the same step of `torch.compile` under torch.autocast, medians of \
 {rounds(setting)}
 interleaved rounds. {batches}
 "Eager" ways are not compiled."""
-    chosen = ways(setting)
-    said = f"{BYTES_NOTE} {EXACT_NOTE}" if EXACT in chosen else BYTES_NOTE
-    timed = step_times.table(rows, (*chosen, *NOT_COMPILED))
-    tables = [timed, said, bytes_table(rows, chosen)]
+    timed = step_times.table(rows, all_ways(setting))
+    tables = [timed, BYTES_NOTE, bytes_table(rows, ways(setting))]
     on_gpu = step_times.gpu_tables(rows, setting)
     return processes.page(rows, machine, note, *tables, *on_gpu)
 
