@@ -69,6 +69,7 @@ PAGES_OF_MODELS = {
     "decoding": ("decoding", Setting()),
     "meshes": ("meshes", Setting()),
     "prediction": ("prediction", Setting()),
+    "beside_half": ("beside_half", Setting()),
     "training": ("training", Setting()),
     f"training-bf16-{H100}": ("training", Setting("cuda")),
     f"training-fp16-{H100}": ("training", Setting("cuda", "fp16")),
