@@ -44,13 +44,14 @@ class Everything(nn.Module):
         torch.manual_seed(0)
         self.image = nn.Conv2d(3, 64, 3, padding=1)
         self.image_2 = nn.Conv2d(64, WIDTH, 3, padding=1)
+        self.each = nn.Conv2d(WIDTH, WIDTH, 5, padding=2, groups=WIDTH)
         self.enter = nn.Linear(WIDTH, 3 * WIDTH)
         self.inner = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
         self.leave = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, image: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        seen = self.image_2(self.image(image).relu()).mean((2, 3))
+        seen = self.each(self.image_2(self.image(image).relu())).mean((2, 3))
         parts = self.enter(x + seen[:, None]).unflatten(-1, (3, WIDTH))
         q, k, v = (parts.select(-2, at) for at in range(3))
         q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (q, k, v))
