@@ -286,8 +286,8 @@ _KERNELS = compat.cpu_attention()
 _ROOM = 3 * 2**18
 """Operands and scores, in numbers, that one thread works on at a time.
 
-Fewer would stay in the caches nearest to a core, but each part starts twenty kernels:
-with a third of this the backward takes 1.2 times as long, with four times this 1.3."""
+Fewer would stay in the caches nearest to a core, but each part starts twenty kernels.
+Chosen by timing on one CPU (AMD Zen 5)."""
 
 _PAIRS = frozenset({torch.bfloat16})
 """Low dtypes in which two numbers hold 16 digits of a third: fp16 has no range for the
@@ -568,8 +568,7 @@ def _in_fp32(
 
     On CPUs a product of bf16 operands gives bf16.  A second one gives what the rounding
     of the first has lost, since the kernels add to a result in fp32 and round then.
-    The two hold 16 digits of 24; they take as long as a product of fp32 operands with
-    AVX512-BF16, and a quarter of that with AMX.
+    The two hold 16 digits of 24.
 
     Args:
         held: has the memory of the result, until the next call.
