@@ -16,19 +16,13 @@ and rounds its result, as the readers of the calls' result would.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autoamp import compat
-from autoamp.passes.decide.verdict import CEILING, Classified, Verdict
-from autoamp.passes.ops import base_name, is_view
+from autoamp.passes.decide.moves import find_moves
+from autoamp.passes.decide.verdict import CEILING, PROMOTE, Classified, Verdict
 from autoamp.passes.rules import Category, family
-from autoamp.passes.see.facts import NodeFacts
-
-_PROMOTE = frozenset({"same", "follow"})
-"""Modes of the operands that take part in type promotion."""
 
 
 def promotes_to_low(classified: Classified) -> frozenset[str]:
@@ -63,7 +57,7 @@ def _promoting(name: str, classified: Classified) -> list[str]:
     writes = base.endswith("_") and not base.endswith("__")
     if writes or base in family("as_wide_as_its_data"):
         read = read[:1]
-    return [o.value for o, mode in read if mode in _PROMOTE]
+    return [o.value for o, mode in read if mode in PROMOTE]
 
 
 @dataclass(frozen=True)
@@ -110,7 +104,15 @@ def root_of(name: str, classified: Classified, low: frozenset[str]) -> Root:
 def under_ceiling(gm: fx.GraphModule, classified: Classified) -> Classified:
     """The same graph, with nodes above the ceiling pinned or marked as moves."""
     low = promotes_to_low(classified)
-    moves = _moves(gm, classified, low)
+    facts = classified.facts
+    kernels = {
+        name
+        for name in classified.verdicts
+        if facts.nodes[name].widens
+        and (values := _promoting(name, classified))
+        and all(facts.producer(value) in low for value in values)
+    }
+    moves = find_moves(gm, classified, kernels)
     found = dict(classified.verdicts)
     for name, verdict in classified.verdicts.items():
         makes_floats = classified.facts.nodes[name].makes_floats
@@ -138,52 +140,6 @@ def _held(name: str, classified: Classified, low: frozenset[str]) -> Verdict:
     if verdict.origin.endswith("="):  # the user's own list
         reason = f"{verdict.reason}; {reason}"
     return replace(verdict, pinned=True, reason=reason, origin=CEILING, modes=modes)
-
-
-def _moves(gm: fx.GraphModule, classified: Classified, low: frozenset[str]) -> set[str]:
-    """Nodes that round nothing their readers would not round, if all of these are low.
-
-    Gradients have the same bits too: where a gradient flows, each element goes to one
-    place and is read once there, since gradients are summed on the fp32 side of a cast.
-    (Each use of a weight or of its views has an autograd node of its own:
-    `passes/write/casts.py`.)
-    """
-    facts, verdicts = classified.facts, classified.verdicts
-    reads = Counter(o.value for name in verdicts for o in facts.nodes[name].operands)
-    elements: dict[str, list[str]] = {}
-    for value, maker in facts.element_of.items():
-        elements.setdefault(maker, []).append(value)
-    of_weights = {facts.nodes[w].storage for w in facts.weights}
-    found: set[str] = set()
-    for node in gm.graph.nodes:
-        verdict, fact = verdicts.get(node.name), facts.nodes.get(node.name)
-        # What is written to a moved value later would be rounded as well.
-        if verdict is None or fact is None or fact.storage in facts.mutated:
-            continue
-        values = elements.get(node.name, [node.name])
-        once = all(
-            reads[v] <= 1 or facts.nodes[v].storage in of_weights for v in values
-        )
-        promoting = _promoting(node.name, classified) if fact.widens else []
-        reads_low = promoting and all(facts.producer(v) in low for v in promoting)
-        moves = reads_low or _is_move(node, fact, verdict)
-        if moves and (once or not fact.requires_grad):
-            found.add(node.name)
-    return found
-
-
-def _is_move(node: fx.Node, fact: NodeFacts, verdict: Verdict) -> bool:
-    if verdict.category is not Category.CLEAR:
-        return False
-    assert isinstance(node.target, compat.OpOverload)
-    base = base_name(node.target)
-    if base in family("factory") or not fact.operands:
-        return True  # a constant, or a mask of zeros and ones
-    if not all(mode in _PROMOTE for mode in verdict.modes):
-        return False
-    if base in family("repeats"):  # the gradient of an element in two places is a sum
-        return not fact.requires_grad
-    return base in family("copies") or is_view(node.target)
 
 
 def _reason(name: str, classified: Classified, low: frozenset[str]) -> str:

@@ -16,6 +16,9 @@ Mode = Literal["same", "high", "any", "follow"]
 comes; "follow" is the producer's precision (an up-cast is exact, a down-cast is
 forbidden)."""
 
+PROMOTE = frozenset({"same", "follow"})
+"""Modes of the operands that take part in type promotion."""
+
 GAVE_UP = "a failed check"
 """The origin of verdicts on nodes that a failed check keeps in fp32."""
 
