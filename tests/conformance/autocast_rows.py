@@ -49,11 +49,15 @@ class Row:
     """What it must compute in; None for an op that autocast refuses."""
 
 
-def rows(device: str, low: torch.dtype) -> Iterator[Row]:
-    """Every row of the lists of `device`, "cpu" or "cuda"."""
-    cuda = device == "cuda"
-    kind = "AutocastTestLists" if cuda else "AutocastCPUTestLists"
-    lists = vars(getattr(autocast_test_lists, kind)("cuda:0" if cuda else "cpu"))
+def rows(device: str, low: torch.dtype, on: str = "") -> Iterator[Row]:
+    """Every row of the lists of `device`, "cpu" or "cuda".
+
+    Args:
+        on: the device of the tensors; by default `device`.
+    """
+    kind = "AutocastTestLists" if device == "cuda" else "AutocastCPUTestLists"
+    on = on or {"cuda": "cuda:0"}.get(device, device)
+    lists = vars(getattr(autocast_test_lists, kind)(on))
     for list_name, entries in lists.items():
         for index, (op, *given) in enumerate(entries):
             function = _function(list_name, op)
