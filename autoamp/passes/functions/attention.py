@@ -45,7 +45,7 @@ class Kind(IntEnum):
     """The kind of a step, as a number that an op can take."""
 
     SCALE = 0
-    """Multiplies by `number`, which is above 0."""
+    """Multiplies by `number`."""
     ADD = 1
     """Adds `tensor`."""
     FILL = 2
@@ -164,13 +164,24 @@ def _hide_later_keys_(scores: Tensor, number: float) -> None:
 
 
 def leading_scale(steps: Sequence[Step]) -> tuple[float, Sequence[Step]]:
-    """The factor by which the first steps multiply, and the other steps."""
+    """The factor by which the first steps multiply, and the other steps.
+
+    The factor is one that a product can take: a step that would make it 0 in fp32 is
+    among the other steps.  With such a factor the kernels for low numbers write
+    nothing, and leave their result as its memory was.
+    """
     scale = 1.0
     for at, step in enumerate(steps):
-        if step.kind is not Kind.SCALE:
+        product = scale * step.number
+        # `not`, as a NaN is no factor either.
+        if step.kind is not Kind.SCALE or not abs(product) >= _TINY:
             return scale, steps[at:]
-        scale *= step.number
+        scale = product
     return scale, ()
+
+
+_TINY = torch.finfo(HIGH_DTYPE).tiny
+"""The smallest factor that no kernel takes for 0."""
 
 
 def hides_later_keys_alone(steps: Sequence[Step]) -> bool:
@@ -316,6 +327,8 @@ def _forward(  # noqa: PLR0917 - as its schema
 ) -> Tensor:
     """Attention as it was written: by torch's kernel where the two are the same."""
     assert _KERNELS is not None
+    if _are_sums_of_nothing(query, key):
+        return torch.zeros_like(query)
     steps = steps_of(tensors, kinds, numbers)
     given = for_kernel(steps, query, key.shape[2])
     # The kernel reads each row as one run of memory.
@@ -335,6 +348,14 @@ def _forward(  # noqa: PLR0917 - as its schema
     for part in _parts(query, key, value, steps, held):
         _put(part.of(made), part.weights(held) @ part.value)
     return made
+
+
+def _are_sums_of_nothing(query: Tensor, key: Tensor) -> bool:
+    """Whether there are no queries or no keys, or they have no width.
+
+    Torch's kernel divides by these sizes, which ends the process.
+    """
+    return not (query.numel() and key.numel())
 
 
 def _computes_as_written(given: KernelScores, sums: Tensor, keys: int) -> bool:
@@ -364,8 +385,11 @@ def _backward(  # noqa: PLR0917 - as its schema
     Args:
         safe: whether a query that sees no key has weights of 0, and not NaN.
     """
-    steps = steps_of(tensors, kinds, numbers)
     operands = query, key, value
+    if _are_sums_of_nothing(query, key):
+        of_query, of_key, of_value = map(torch.zeros_like, operands)
+        return of_query, of_key, of_value
+    steps = steps_of(tensors, kinds, numbers)
     # Models hand in heads that lie apart: they are moved once, and not for each part.
     grad, query, key, value = (t.contiguous() for t in (grad, *operands))
     of_query, of_key, of_value = found_all = [

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from autoamp.passes.decide.devices import Device
+from autoamp.passes.functions import product
 from autoamp.passes.functions.attention import LONG, WRITTEN_ATTENTION, Kind, attention
+from autoamp.passes.functions.casts import scaled_and_rounded
 from autoamp.passes.functions.convolutions import depthwise
-from autoamp.passes.functions.norms import layer_norm, rms_norm
+from autoamp.passes.functions.norms import layer_norm, rms_norm, softmax
 from autoamp.passes.functions.rotary import rotary
 from autoamp.passes.kernels import proved
 from autoamp.passes.kernels.algebra import Algebra, UnknownError, read
@@ -16,5 +18,6 @@ from autoamp.passes.kernels.proved import Recognised, recognised
 __all__ = [
     "LONG", "WRITTEN_ATTENTION", "Algebra", "Device", "Kind", "Recognised",
     "UnknownError", "attention", "chains_in", "depthwise", "exp", "layer_norm", "log",
-    "proved", "read", "recognised", "rms_norm", "root", "rotary", "row_sum", "tanh",
+    "product", "proved", "read", "recognised", "rms_norm", "root", "rotary", "row_sum",
+    "scaled_and_rounded", "softmax", "tanh",
 ]  # fmt: skip
