@@ -162,11 +162,14 @@ def _fp32_result(op: Any, spare: str, *args: Any, **kwargs: Any) -> Any:
 
 def _fp32_appended(op: Any, spare: str, *args: Any, **kwargs: Any) -> Any:
     """Calls the overload that takes the dtype of the result."""
-    dtype = torch.float32 if _eligible(args[0]) else args[0].dtype
-    if op is torch.ops.aten.norm.Scalar:
-        exponent = args[1] if len(args) > 1 else kwargs.get("p", 2)
-        return torch.ops.aten.norm.ScalarOpt_dtype(args[0], exponent, dtype=dtype)
-    return torch.ops.aten.norm.ScalarOpt_dim_dtype(*args, **kwargs, dtype=dtype)
+    defaults = {"norm.Scalar": {"p": 2}, "norm.ScalarOpt_dim": {"keepdim": False}}
+    names = [argument.name for argument in op._schema.arguments]
+    name = op.__name__
+    given = {**defaults[name], **dict(zip(names, args, strict=False)), **kwargs}
+    given["dtype"] = torch.float32 if _eligible(args[0]) else args[0].dtype
+    if name == "norm.Scalar":
+        return torch.ops.aten.norm.ScalarOpt_dtype(**given)
+    return torch.ops.aten.norm.ScalarOpt_dim_dtype(**given)
 
 
 def _promote(op: Kernel, spare: str, *args: Any, **kwargs: Any) -> Any:
