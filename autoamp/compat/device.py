@@ -29,6 +29,15 @@ _QUESTIONS = {
 """Each unit of a CPU to the function of `torch.cpu` that says whether it is here."""
 
 
+def has_autocast_rule(op: Any, device: str) -> bool:
+    """Whether autocast of a type of device decides on an op as a whole."""
+    key = f"Autocast{device.upper()}"
+    try:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+    except RuntimeError:  # torch knows no autocast of this device
+        return True
+
+
 def products_give_fp32() -> bool:
     """Whether torch's CUDA kernels give products of 16-bit matrices in fp32.
 

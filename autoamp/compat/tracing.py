@@ -12,6 +12,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch import predispatch
 from torch._guards import TracingContext, detect_fake_mode
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import _lazy_graph_module as lazy
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -111,16 +112,24 @@ def told_apart(fakes: Sequence[Any]) -> list[Any]:
 
 
 def trace_pre_dispatch(
-    run: Callable[..., Any], inputs: Sequence[Any], mode: FakeTensorMode
+    run: Callable[..., Any],
+    inputs: Sequence[Any],
+    mode: FakeTensorMode,
+    parts: Mapping[OpOverload, Callable[..., Any]],
 ) -> fx.GraphModule:
     """The ATen graph of `run(*inputs)`, above autograd and autocast.
 
     Composite ops (`linear`, `layer_norm`, `dropout`, attention) stay whole, and the
     origin (module path, source line) of each node is kept where the caller sets it.
+
+    Args:
+        parts: functions that are called in the place of ops; an op stays whole where
+            its function returns `NotImplemented`.
     """
     with fx.traceback.preserve_node_meta(), mode:
         return make_fx(
             run,
+            decomposition_table=dict(parts),
             tracing_mode="real",
             pre_dispatch=True,
             _allow_non_fake_inputs=True,

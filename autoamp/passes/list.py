@@ -153,7 +153,7 @@ def _kernels(work: Rewritten) -> Rewritten:
     """Each chain that torch has a kernel for is one call of the kernel."""
     options, setting, device = work.options, work.setting, device_of(work)
     left_out = leave_out(device, options, own_ops=setting.own_ops)
-    on = _device_type(work)
+    on = work.setting.device_type
     found = fuse(work.normalised, options, work.low, on, left_out, work.left)
     return work if found is None else replace(work, gm=found.gm, fused=True)
 
@@ -165,7 +165,7 @@ def _calls_once(work: Rewritten) -> Rewritten:
 
 def _facts(work: Rewritten) -> Rewritten:
     """Dtypes, aliases, writes, regions and modules of every node are known."""
-    facts = collect_facts(work.gm, work.low, _device_type(work))
+    facts = collect_facts(work.gm, work.low, work.setting.device_type)
     facts = replace(facts, own_kernels=work.setting.own_kernels)
     return replace(work, facts=facts, before=work.gm)
 
@@ -533,12 +533,6 @@ def device_of(work: Rewritten) -> Device:
         or device_with(setting.recorded, here.type, work.low)
         or device_for(here, work.low, calibrate=work.options.calibrate)
     )
-
-
-def _device_type(work: Rewritten) -> str | None:
-    """The type of the device that was asked for; None for the graph's own."""
-    device = work.setting.device
-    return None if device is None else device.type
 
 
 def copies_of(work: Rewritten) -> list[fx.Node]:

@@ -56,6 +56,11 @@ class Setting:
     makes_code: bool = True
     scaled: bool = False
 
+    @property
+    def device_type(self) -> str | None:
+        """The type of the device that was asked for; None for the graph's own."""
+        return None if self.device is None else self.device.type
+
 
 class Sums(NamedTuple):
     """Counts of a rewritten graph: low float ops, all float ops, and casts."""

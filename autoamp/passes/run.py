@@ -62,7 +62,7 @@ def rewrite_graph(
     """
     seconds: dict[str, float] = {}
     with _timed(seconds, "normalise"):
-        normalised = normalise(gm, example_inputs)
+        normalised = normalise(gm, example_inputs, Setting(**setting).device_type)
     return rewrite_normalised(normalised, options, low, Setting(**setting), seconds)
 
 
@@ -129,7 +129,7 @@ def prepare(
     )
     seconds: dict[str, float] = {}
     with _timed(seconds, "normalise"):
-        normalised = normalise(gm, inputs)
+        normalised = normalise(gm, inputs, setting.device_type)
     begun = _first_record(normalised, options, low, setting, seconds)
     work = _run(begun, Phase.PREPARE)
     assert work.rewritten is not None

@@ -31,6 +31,7 @@ from autoamp.passes.see.meshes import (
     whole_inputs,
 )
 from autoamp.passes.see.op_cache import OpCache, op_cache_for
+from autoamp.passes.see.parts import parts_on
 from autoamp.passes.see.regions import Region, Regions
 
 _PACKAGE = str(Path(__file__).parents[2])
@@ -63,13 +64,16 @@ class Normalised:
     fake_mode: compat.FakeTensorMode
 
 
-def normalise(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Normalised:
+def normalise(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], device: str | None = None
+) -> Normalised:
     """The ATen graph of `gm`; `gm` is not changed.
 
     Args:
         gm: a Dynamo graph (parameters are placeholders) or any other `GraphModule`
             whose parameters and buffers are its own attributes.
         example_inputs: one value per placeholder, real or fake tensors, or ints.
+        device: the type of the device that the graph is to run on; None for its own.
 
     Raises:
         CaptureError: an op could not be traced; the message names it.
@@ -94,14 +98,14 @@ def normalise(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Normalised:
     if op_cache is not None:
         fakes = op_cache.inputs
         with contextlib.suppress(CaptureError):  # the trace below reports the error
-            lowered = _trace(gm, fakes, op_cache.mode, op_cache)
+            lowered = _trace(gm, fakes, op_cache.mode, op_cache, device=device)
             _restore_placeholders(lowered, gm, fakes, example_inputs)
             return Normalised(lowered, fakes, op_cache.mode)
     # Dynamo's own mode if there is one: its symbolic sizes belong to it, and torch
     # refuses an op on fake tensors of two modes.
     mode = mode or compat.current_fake_mode(example_inputs) or compat.new_fake_mode()
     fakes = tuple(compat.fake_inputs(values, mode))
-    lowered = _trace(gm, fakes, mode, meshed=meshed)
+    lowered = _trace(gm, fakes, mode, meshed=meshed, device=device)
     if meshed:
         note_held(lowered, example_inputs)
     _restore_placeholders(lowered, gm, fakes, example_inputs)
@@ -116,12 +120,14 @@ def _trace(
     outer: Sequence[Region] = (),
     *,
     meshed: bool = False,
+    device: str | None = None,
 ) -> fx.GraphModule:
     """The ATen graph of `gm`, whose own parameters and buffers stay attributes.
 
     Args:
         outer: the autocast regions of the model's own that `gm` is called in.
         meshed: whether `gm` computes on DTensors, each of which the inputs give whole.
+        device: the type of the device that `gm` is to run on; None for its own.
     """
     gm = fold_transforms(gm)
     named = {**dict(gm.named_parameters()), **dict(gm.named_buffers())}
@@ -132,7 +138,8 @@ def _trace(
     def lower(
         body: fx.GraphModule, inputs: Sequence[Any], regions: Regions
     ) -> fx.GraphModule:
-        lowered = _trace(body, inputs, mode, outer=regions.inside, meshed=meshed)
+        outer = regions.inside
+        lowered = _trace(body, inputs, mode, outer=outer, meshed=meshed, device=device)
         _restore_placeholders(lowered, body, tuple(inputs), inputs)
         return lowered
 
@@ -147,11 +154,9 @@ def _trace(
     try:
         # A trace tells tensors apart by identity: tied weights would become one input.
         inputs = compat.told_apart([*fake_named.values(), *fakes])
-        if op_cache is None:
-            traced = compat.trace_pre_dispatch(run, inputs, mode)
-        else:
-            begin = compat.recorded_inputs
-            traced = compat.trace_pre_dispatch(lambda: run(*begin(inputs)), (), mode)
+        given = inputs if op_cache is None else []
+        call = run if op_cache is None else lambda: run(*compat.recorded_inputs(inputs))
+        traced = compat.trace_pre_dispatch(call, given, mode, parts_on(device))
     except Exception as error:
         where = lowering.current_node
         at = f" at {where.format_node()}" if where is not None else ""

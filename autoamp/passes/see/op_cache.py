@@ -22,6 +22,7 @@ from autoamp.passes.ops import (
     mutates,
     overloads,
 )
+from autoamp.passes.see.parts import SEVERAL
 from autoamp.passes.see.regions import CONTROL_FLOW
 
 _ONE_OP = frozenset(
@@ -149,6 +150,8 @@ def op_call_of(call: Call, heard: compat.Heard, result: Any) -> OpCall | None:
         result: Dynamo's result of the call.
     """
     target, args, kwargs = heard
+    if target in SEVERAL:
+        return None
     same = [i for i, operand in enumerate(call.operands) if operand is result]
     parts = None
     if isinstance(result, list | tuple):
