@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from autoamp.errors import OptionError
 from autoamp.messages import advice, bytes_text, counted, shorten
-from autoamp.passes.decide.ceiling import Root, promotes_to_low, root_of
+from autoamp.passes.decide.ceiling import Root, low_under_autocast, root_of
 from autoamp.passes.decide.mincut import (
     Group,
     Network,
@@ -25,7 +25,7 @@ from autoamp.passes.decide.mincut import (
 )
 from autoamp.passes.decide.pins import kept_by
 from autoamp.passes.decide.problem import held, promised_casts
-from autoamp.passes.decide.verdict import CEILING, GAVE_UP, Verdict
+from autoamp.passes.decide.verdict import AUTOCAST, CEILING, GAVE_UP, Verdict
 from autoamp.passes.record import Rewritten
 from autoamp.passes.rows import FP32, CastRow, OpRow, Section, allow_in_fp32
 from autoamp.passes.rules import Category
@@ -210,7 +210,7 @@ def _cannot(section: Section, row: OpRow, why: str) -> Iterator[str]:
         yield from _listed("             would change with it: ", list(remedy.along))
     if verdict.origin == CEILING:
         classified = rewritten.classified
-        root = root_of(row.name, classified, promotes_to_low(classified))
+        root = root_of(row.name, classified, low_under_autocast(classified))
         passed = [*_listed("; passed on by ", list(root.path))]
         yield f"  root       {root_text(section, root)}{''.join(passed)}"
 
@@ -223,7 +223,7 @@ def _extra(section: Section, change: Flip | Remedy) -> str:
 
 def risk_of(verdict: Verdict) -> str:
     """The risk of an option that makes a node low, or ""."""
-    if verdict.origin == CEILING:
+    if verdict.origin in (AUTOCAST, CEILING):
         return "it rounds values that torch.autocast keeps in fp32"
     if verdict.category is Category.DENY and not verdict.origin.endswith("="):
         return "its rule says what is at risk"

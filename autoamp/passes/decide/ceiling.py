@@ -1,17 +1,26 @@
-"""The ceiling: nothing is computed in less precision than type promotion leaves.
+"""The ceiling: nothing is computed in less precision than under `torch.autocast`.
 
-Prices decide where casts go, never which values are rounded.  With the allow ops low,
-type promotion settles the other ops as `torch.autocast` does: an op is as wide as its
-widest operand, so an op that reads the caller's data, a parameter, a buffer or the
-result of a denied op is fp32, and so are its readers until the next allow op.  Below
-that ceiling placement is free; an op above the ceiling stays fp32.
+Prices decide where casts go, never which values are rounded.  The reference is what
+`torch.autocast` of the device that the graph runs on makes of each op, in this order:
+
+1. An op of its list of matrix products is low.
+2. An op of its fp32 list computes in fp32 and gives fp32, whatever it reads.  The lists
+   differ: norms and softmax are on the list of CUDA, and pools over volumes on that of
+   CPUs (`rules/torch-cuda.toml`, `rules/torch-cpu.toml`).
+3. Every other op is as wide as its widest operand, so that an op that reads the
+   caller's data, a parameter, a buffer or a result in fp32 is fp32, and so are its
+   readers until the next allow op.
+
+An op is low only where that reference is.  Below that ceiling placement is free; an op
+above the ceiling stays fp32.
 
 Two more kinds of node may be low where every reader of the result would round the
 result in any case.  A *move* (a view, a `cat`, a constant): rounding commutes with
 moving, so that the numbers are the same to the bit, and one cast before three slices is
-cheaper than three casts behind the slices.  A *kernel* that stands for calls which
-widen (a GELU written with `pow`) and that reads low values: the kernel computes in fp32
-and rounds its result, as the readers of the calls' result would.
+cheaper than three casts behind the slices.  A *kernel* that reads nothing but low
+values, computes in fp32 and rounds its result, as the readers would: one that stands
+for calls which widen (a GELU written with `pow`), or an op of the fp32 list whose
+backward reads no rounded result (a norm without parameters, on CUDA).
 """
 
 from __future__ import annotations
@@ -21,12 +30,18 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autoamp.passes.decide.moves import find_moves
-from autoamp.passes.decide.verdict import CEILING, PROMOTE, Classified, Verdict
+from autoamp.passes.decide.verdict import (
+    AUTOCAST,
+    CEILING,
+    PROMOTE,
+    Classified,
+    Verdict,
+)
 from autoamp.passes.rules import Category, family
 
 
-def promotes_to_low(classified: Classified) -> frozenset[str]:
-    """Nodes that type promotion would leave low if every allow op were low.
+def low_under_autocast(classified: Classified) -> frozenset[str]:
+    """Nodes that `torch.autocast` would leave low, on the device of each node.
 
     Operands that are converted, or that promote nothing, do not count.  A node that is
     pinned to fp32 is not low, unless its result may be rounded.
@@ -34,15 +49,23 @@ def promotes_to_low(classified: Classified) -> frozenset[str]:
     low: set[str] = set()
     # In graph order, so that the makers of a node's operands are settled before it.
     for name, verdict in classified.verdicts.items():
-        if classified.facts.nodes[name].widens:
+        if _gives_fp32(name, classified):
             continue
         if not verdict.pinned or verdict.may_round:
             producer = classified.facts.producer
             widths = {producer(value) for value in _promoting(name, classified)}
+            # Autocast may take a product of ours in the widest dtype of its operands.
+            rounds = verdict.category is Category.ALLOW and verdict.autocast is None
             # A node that reads nothing which promotes is made in fp32.
-            if verdict.category is Category.ALLOW or (widths and widths <= low):
+            if rounds or (widths and widths <= low):
                 low.add(name)
     return frozenset(low)
+
+
+def _gives_fp32(name: str, classified: Classified) -> bool:
+    """Whether the result is fp32 under autocast, whatever the node reads."""
+    listed = classified.verdicts[name].autocast is Category.DENY
+    return listed or classified.facts.nodes[name].widens
 
 
 def _promoting(name: str, classified: Classified) -> list[str]:
@@ -79,7 +102,7 @@ def root_of(name: str, classified: Classified, low: frozenset[str]) -> Root:
     """The cause for which node `name` is fp32, at the start of a chain of fp32 nodes.
 
     Args:
-        low: the nodes that `promotes_to_low` finds.
+        low: the nodes that `low_under_autocast` finds.
     """
     producer, verdicts = classified.facts.producer, classified.verdicts
     path = [name]
@@ -103,15 +126,8 @@ def root_of(name: str, classified: Classified, low: frozenset[str]) -> Root:
 
 def under_ceiling(gm: fx.GraphModule, classified: Classified) -> Classified:
     """The same graph, with nodes above the ceiling pinned or marked as moves."""
-    low = promotes_to_low(classified)
-    facts = classified.facts
-    kernels = {
-        name
-        for name in classified.verdicts
-        if facts.nodes[name].widens
-        and (values := _promoting(name, classified))
-        and all(facts.producer(value) in low for value in values)
-    }
+    low = low_under_autocast(classified)
+    kernels = {n for n in classified.verdicts if _rounds_once(n, classified, low)}
     moves = find_moves(gm, classified, kernels)
     found = dict(classified.verdicts)
     for name, verdict in classified.verdicts.items():
@@ -125,9 +141,28 @@ def under_ceiling(gm: fx.GraphModule, classified: Classified) -> Classified:
     return replace(classified, verdicts=found)
 
 
+def _rounds_once(name: str, classified: Classified, low: frozenset[str]) -> bool:
+    """Whether a node reads low values, and rounds a result that autocast has in fp32.
+
+    A fp32 parameter that the node's low kernel would read rounded is no low value.
+    """
+    if not _gives_fp32(name, classified):
+        return False
+    facts = classified.facts
+    fact = facts.nodes[name]
+    if not (fact.widens or fact.base in family("rounds_once")):
+        return False
+    read = [o.value for o, mode in classified.reads(name) if mode in PROMOTE]
+    return bool(read) and all(facts.producer(value) in low for value in read)
+
+
 def _held(name: str, classified: Classified, low: frozenset[str]) -> Verdict:
-    """The verdict of a node that type promotion leaves fp32, now pinned to fp32."""
+    """The verdict of a node that autocast leaves fp32, now pinned to fp32."""
     facts, verdict = classified.facts, classified.verdicts[name]
+    if verdict.autocast is Category.DENY:
+        device = facts.nodes[name].device
+        reason = f"torch.autocast on {device} computes it in fp32, and gives fp32"
+        return replace(verdict, pinned=True, reason=reason, origin=AUTOCAST)
     modes = verdict.modes
     if facts.nodes[name].base in family("promoting"):
         # These kernels widen a low operand as they read it. That is exact, needs no

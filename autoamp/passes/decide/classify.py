@@ -41,7 +41,15 @@ from autoamp.passes.ops import (
     is_view,
     mutates,
 )
-from autoamp.passes.rules import Category, Condition, Rule, Rules, family
+from autoamp.passes.rules import (
+    Category,
+    Condition,
+    Rule,
+    Rules,
+    autocast_rules,
+    family,
+    is_default,
+)
 from autoamp.passes.see.facts import Facts, NodeFacts, Operand, read_wide
 from autoamp.passes.see.nodes import argument, named_arguments, tensors_of
 from autoamp.passes.see.normalise import WIDENED
@@ -168,6 +176,7 @@ def _verdict(node: fx.Node, fact: NodeFacts, under: Context) -> Verdict:
         verdict = replace(verdict, modes=all_of("any", fact))
     if not under.to_the_letter and cut_off(node, under.low, under.known):
         verdict = replace(verdict, moves=not verdict.pinned)
+    verdict = replace(verdict, autocast=_autocasts(node, fact, rule))
     found = first_pin(Site(node, fact, verdict, under))
     if found is None:
         return verdict
@@ -180,6 +189,23 @@ def _verdict(node: fx.Node, fact: NodeFacts, under: Context) -> Verdict:
         may_round=pin.may_round,
         moves=False,
     )
+
+
+def _autocasts(node: fx.Node, fact: NodeFacts, rule: Rule | None) -> Category | None:
+    """What autocast's list says of a call: deny, infer, or None where it has no say."""
+    assert isinstance(node.target, compat.OpOverload)
+    # A rule of the user's goes before autocast's list.  The list of `exp` says nothing
+    # of `exp_`, and a kernel's name nothing of the calls that the kernel stands for.
+    users = rule is not None and not is_default(rule.origin)
+    if users or fact.chain is not None or is_inplace(node.target):
+        return None
+    listed = autocast_rules(fact.device).lookup(node.target)
+    if listed is None:
+        return None
+    for condition in listed.when:
+        if condition_holds(condition, node, fact):
+            return condition.category
+    return None if listed.category is Category.ALLOW else listed.category
 
 
 def _by_rule(rule: Rule, node: fx.Node, fact: NodeFacts, under: Context) -> Verdict:

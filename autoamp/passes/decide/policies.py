@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 import networkx as nx
 
-from autoamp.passes.decide.ceiling import promotes_to_low
+from autoamp.passes.decide.ceiling import low_under_autocast
 from autoamp.passes.decide.mincut import Problem
 from autoamp.passes.decide.verdict import Classified
 from autoamp.passes.rules import Category, family
@@ -27,7 +27,7 @@ def forced(classified: Classified) -> frozenset[str]:
 
 def promote(classified: Classified) -> frozenset[str]:
     """Autocast's rule: allow low, deny fp32, other ops as wide as their operands."""
-    return promotes_to_low(classified)
+    return low_under_autocast(classified)
 
 
 def tensorflow(classified: Classified) -> frozenset[str]:

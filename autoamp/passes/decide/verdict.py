@@ -28,6 +28,9 @@ AUTHOR = "its author"
 CEILING = "type promotion"
 """The origin of verdicts on nodes that type promotion leaves fp32."""
 
+AUTOCAST = "torch.autocast"
+"""The origin of verdicts on nodes that are on the fp32 list of `torch.autocast`."""
+
 BACKWARD = "the backward"
 """The origin of verdicts on nodes that are fp32 for their backward's sake alone."""
 
@@ -50,6 +53,9 @@ class Verdict:
         asked: whether the author of the call asks for the compute dtype, so that no
             price decides.
         fp32_results: whether a call whose author asks for low gives fp32 all the same.
+        autocast: the list of `torch.autocast` on the node's device that binds the call:
+            deny where autocast computes it in fp32, infer where it takes the widest
+            dtype of the operands; None where type promotion decides.
     """
 
     category: Category
@@ -62,6 +68,7 @@ class Verdict:
     may_round: bool = False
     asked: bool = False
     fp32_results: bool = False
+    autocast: Category | None = None
 
 
 def all_of(mode: Mode, fact: NodeFacts) -> tuple[Mode, ...]:

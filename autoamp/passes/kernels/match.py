@@ -13,7 +13,7 @@ from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE
 from autoamp.passes.decide.pins import kept_by
 from autoamp.passes.ops import base_name, has_effect, mutates
-from autoamp.passes.rules import Category, Rules, family
+from autoamp.passes.rules import Category, Rule, Rules, autocast_rules, family
 from autoamp.passes.see.nodes import module_paths, tensors_of, written_values
 from autoamp.passes.see.regions import Regions
 
@@ -122,16 +122,21 @@ class Allowed:
         )
 
     def widens(self, node: fx.Node) -> bool:
-        """Whether type promotion may leave a call's result fp32 whatever it reads."""
+        """Whether autocast may leave a call's result fp32 whatever it reads."""
         rule = self.rules.lookup(node.target)
         if rule is None or is_cast(node):
             return True
         device = self.device or node.meta["val"].device.type
-        return rule.category is Category.DENY or any(
-            case.category is Category.DENY
-            and (case.test != "device_is" or case.value == device)
-            for case in rule.when
-        )
+        listed = autocast_rules(device).lookup(node.target)
+        return any(_may_deny(each, device) for each in (rule, listed) if each)
+
+
+def _may_deny(rule: Rule, device: str) -> bool:
+    return rule.category is Category.DENY or any(
+        case.category is Category.DENY
+        and (case.test != "device_is" or case.value == device)
+        for case in rule.when
+    )
 
 
 def in_regions(gm: fx.GraphModule, graph: fx.Graph) -> set[fx.Node]:

@@ -145,6 +145,12 @@ def is_builtin(path: Path) -> bool:
 
 # Asked at every node of every graph.
 @cache
+def is_default(origin: str) -> bool:
+    """Whether a rule's origin is a file of the built-in rules for one dtype."""
+    return origin in {str(builtin_path(name)) for name in LOW_DTYPES}
+
+
+@cache
 def family(*names: str) -> frozenset[str]:
     """The ops of these families together, without overloads: `aten::add`.
 

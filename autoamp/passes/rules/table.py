@@ -231,6 +231,15 @@ def _own_and_plain(name: str) -> tuple[str, ...]:
     return (name,)
 
 
+def autocast_rules(device: str) -> Rules:
+    """What `torch.autocast` does on a device type, op by op, whatever the dtype.
+
+    An op that has no rule here runs in the widest dtype of its operands.  XPUs have the
+    lists of CUDA, and the lists of other devices are nearer to them than to the CPU's.
+    """
+    return _load_builtin("torch-cpu" if device == "cpu" else "torch-cuda")
+
+
 @cache
 def _load_builtin(name: str) -> Rules:
     found = read(builtin_path(name), builtin=True)

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autoamp.passes.decide.ceiling import promotes_to_low, root_of
+from autoamp.passes.decide.ceiling import low_under_autocast, root_of
 from autoamp.passes.decide.verdict import CEILING
 from autoamp.passes.rows import FP32, OpRow, Section
 from autoamp.report.page.drawing import Box
@@ -99,7 +99,7 @@ def _flip(
 
 def _roots(section: Section, index: Mapping[str, int]) -> dict[str, dict[str, Any]]:
     classified = section.rewritten.classified
-    low = promotes_to_low(classified)
+    low = low_under_autocast(classified)
     found: dict[str, dict[str, Any]] = {}
     for row in section.ops:
         if row.is_low or classified.verdicts[row.name].origin != CEILING:

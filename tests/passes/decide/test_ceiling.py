@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autoamp
-from autoamp.passes.decide.ceiling import promotes_to_low
+from autoamp.passes.decide.ceiling import low_under_autocast
 from autoamp.passes.functions import low_uses
 from autoamp.passes.rules import family
 from tests import small_models
@@ -57,7 +57,7 @@ def test_what_is_low_is_under_the_ceiling_or_moves(
 ) -> None:
     found = small_models.rewritten(program, inputs(), **options)
     facts, verdicts = found.facts, found.classified.verdicts
-    promoted = promotes_to_low(found.classified)
+    promoted = low_under_autocast(found.classified)
     above = found.assignment.low - promoted
     assert all(verdicts[name].moves for name in above)
     for name in verdicts:
@@ -271,7 +271,7 @@ def test_a_wide_product_is_under_the_ceiling_and_no_move_of_it_is_low(
     )
     (group,) = (g for g in found.assignment.problem.groups if g.made is not None)
     assert group.value == "matmul"
-    assert found.assignment.low <= promotes_to_low(found.classified)
+    assert found.assignment.low <= low_under_autocast(found.classified)
     assert "matmul" in found.assignment.low
     assert [c.value for c in found.casts if c.kind == "up"] == ["matmul"]
 

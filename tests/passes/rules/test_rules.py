@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autoamp import compat
 from autoamp.errors import RulesError
 from autoamp.passes import ops
 from autoamp.passes.rules import Category, Condition, Rule, Rules, model, parse
@@ -84,8 +86,8 @@ def test_every_op_torch_autocast_knows_has_a_rule(name: str) -> None:
     rules = Rules.default(name)
     missing = [
         op
-        for compat in ("torch-cuda", "torch-cpu")
-        for op in Rules.load(compat).table
+        for each in ("torch-cuda", "torch-cpu")
+        for op in Rules.load(each).table
         if any(rules.lookup(target) is None for target in ops.overloads(op))
     ]
     assert missing == []
@@ -142,38 +144,6 @@ def test_the_files_of_both_precisions_agree() -> None:
     # Range is a danger in fp16, and not in bf16.
     exp = (fp16["aten::exp"].category, bf16["aten::exp"].category)
     assert exp == ("deny", "infer")
-
-
-AUTOCASTS_NORMS = frozenset(
-    {"layer_norm", "native_layer_norm", "group_norm", "rms_norm", "softmax"}
-)
-"""Kernels that compute in fp32 on low data and round once, at their end."""
-
-ONLY_MOVE = ("upsample_nearest", "_upsample_nearest", "pad", "max_pool", "max_unpool")
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("name", PRECISIONS)
-def test_what_autocast_keeps_in_fp32_is_denied_where_it_does(
-    name: str, device: str
-) -> None:
-    """But for norms, softmax, and what hands elements on as they are."""
-    ours, theirs = Rules.default(name).table, Rules.load(f"torch-{device}").table
-    rounded = []
-    for key, rule in theirs.items():
-        op = key.split("::")[1].split(".")[0]
-        known = ours.get(key) or ours.get(f"aten::{op}")
-        if rule.category is not Category.DENY or known is None:
-            continue
-        denied = known.category is Category.DENY or device in known.no_kernel
-        denied |= any(
-            c.category is Category.DENY and (c.test, c.value) == ("device_is", device)
-            for c in known.when
-        )
-        if not denied and op not in AUTOCASTS_NORMS:
-            rounded.append(op)
-    moving = {op for op in rounded for part in ONLY_MOVE if part in op}
-    assert set(rounded) - moving == ({"trace"} if device == "cpu" else set())
 
 
 @pytest.mark.parametrize(
@@ -331,9 +301,16 @@ for op in torch._C._dispatch_get_all_op_names():
     return found
 
 
+def calls_another(name: str, op: str) -> bool:
+    """Whether torch calls other ops for an op, of which autocast knows nothing."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    op = op.removesuffix(".default")
+    return has(op, "CompositeImplicitAutograd") and not has(op, KEYS[name])
+
+
 def changes(name: str, found: set[str]) -> dict[str, set[str]]:
     """What torch, which treats `found`, has added and dropped since the file `name`."""
-    listed = set(Rules.load(name).table)
+    listed = {op for op in Rules.load(name).table if not calls_another(name, op)}
     if torch.version.cuda is None:  # registered with cuDNN, which a CPU build lacks
         listed.discard("aten::_cudnn_rnn.default")
     if OLDER_TORCH:  # it has named tensors, and no rule for this norm
@@ -356,6 +333,78 @@ def test_compatibility_sets_are_what_the_dispatcher_has(name: str) -> None:
         "torch has added": {"aten::sin.default"},
         "torch has dropped": {"aten::linear.default"},
     }
+
+
+# What each op needs beside one tensor, four elements long in each dimension.
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "_upsample_bicubic2d_aa.vec": ([8, 8], False, None),
+    "_upsample_bilinear2d_aa.vec": ([8, 8], False, None),
+    "_upsample_nearest_exact1d.vec": ([8], None),
+    "_upsample_nearest_exact2d.vec": ([8, 8], None),
+    "_upsample_nearest_exact3d.vec": ([8, 8, 8], None),
+    "cross_entropy_loss.default": ("labels",),
+    "cumulative_trapezoid.x": ("x",),
+    "linalg_norm.ord_str": ("fro",),
+    "nll_loss_nd.default": ("labels",),
+    "pad.default": ([1, 1], "reflect"),
+    "pairwise_distance.default": ("x",),
+    "special_log_softmax.default": (-1,),
+    "special_logsumexp.default": ([-1],),
+    "special_softmax.default": (-1,),
+    "sum_to_size.default": ([1, 4, 4],),
+    "trapezoid.x": ("x",),
+    "trapz.x": ("x",),
+    "upsample_bicubic2d.vec": ([8, 8], False, None),
+    "upsample_bilinear2d.vec": ([8, 8], False, None),
+    "upsample_linear1d.vec": ([8], False, None),
+    "upsample_nearest1d.vec": ([8], None),
+    "upsample_nearest2d.vec": ([8, 8], None),
+    "upsample_nearest3d.vec": ([8, 8, 8], None),
+    "upsample_trilinear3d.vec": ([8, 8, 8], False, None),
+}
+
+
+def result_under_autocast(name: str, op: str) -> torch.dtype:
+    """The dtype of what an op gives for a low tensor, under a device's autocast."""
+    device = name.removeprefix("torch-")
+    base, overload = op.removeprefix("aten::").split(".")
+    target = getattr(getattr(torch.ops.aten, base), overload)
+    axes = {"1d": 3, "2d": 4, "3d": 5, "ord_str": 2, "loss": 2}
+    dim = next((n for text, n in axes.items() if text in op), 3)
+    with FakeTensorMode():
+        x = torch.empty([4] * dim, device=device, dtype=torch.bfloat16)
+        labels = torch.empty(4, device=device, dtype=torch.long)
+        named = {"x": x, "labels": labels}
+        given = [
+            named.get(each, each) if isinstance(each, str) else each
+            for each in ARGUMENTS.get(op, ())
+        ]
+        region = compat.AutocastState(device, x.dtype, enabled=True)
+        with compat.in_autocast(region):
+            return target(x, *given).dtype
+
+
+COMPOSITES = [
+    (name, op)
+    for name in KEYS
+    for op in sorted(Rules.load(name).table)
+    if calls_another(name, op) and op != "aten::inner.default"
+]
+
+
+@pytest.mark.parametrize(("name", "op"), COMPOSITES)
+def test_ops_that_call_a_listed_op_give_fp32(name: str, op: str) -> None:
+    """They have no entry of their own in autocast."""
+    assert result_under_autocast(name, op.removeprefix("aten::")) is torch.float32
+
+
+def test_inner_takes_the_widest_dtype_on_cuda_alone() -> None:
+    with FakeTensorMode():
+        x = torch.ones(4, 4, device="cuda", dtype=torch.bfloat16)
+        region = compat.AutocastState("cuda", x.dtype, enabled=True)
+        with compat.in_autocast(region):
+            assert torch.inner(x, x.float()).dtype is torch.float32
+            assert torch.inner(x, x).dtype is torch.bfloat16
 
 
 AUTOCAST_CPU = {
