@@ -21,9 +21,12 @@ ZOO := $(shell grep -E '^(pillow|timm|torchvision)==' constraints.txt)
 # Tests start Python hundreds of times: each would compile autoamp anew.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Sets of strings have the same order in every run of the tests.
+export PYTHONHASHSEED := 0
+
 .DEFAULT_GOAL := help
 .PHONY: help setup zoo demo test test-thorough test-all test-oldest test-executorch \
-  test-cuda-fake conformance mutants \
+  test-cuda-fake conformance fuzz mutants \
   lint types bench gpu docs check-wheel clean
 .DELETE_ON_ERROR:
 
@@ -115,6 +118,11 @@ test-cuda-fake: $(OLDEST_VENV)/.ready ## What the pass makes of every model on G
 conformance: $(VENV)/.ready $(VENV)/.zoo ## Every op, every peer's own cases, random programs, a zoo of models, faults
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/conformance \
 	  --trust-table benchmarks/results/trust
+
+SECONDS ?= 600
+
+fuzz: $(VENV)/.ready ## New examples for all property tests and state machines, for SECONDS=600
+	$(BIN)/python -m tests.fuzz $(SECONDS)
 
 mutants: $(VENV)/.ready ## Which faults planted in the passes the tests find (hours)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \

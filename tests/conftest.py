@@ -8,11 +8,13 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy as np
 import pytest
 import torch
+from hypothesis.internal.conjecture import providers
 from torch import nn
 from torch._dynamo import guards
 
@@ -31,12 +33,22 @@ CPUS: dict[str, dict[torch.dtype, str]] = {
 
 CPU_HELP = "the 16-bit units of the CPU that tests are told they run on"
 
-# Deadlines measure the machine; a fixed order of examples makes CI repeatable.
-hypothesis.settings.register_profile("dev", deadline=None, print_blob=True)
-hypothesis.settings.register_profile(
-    "ci", deadline=None, print_blob=True, derandomize=True
-)
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+# The tests draw the same examples on every machine and every day, by no clock; `fuzz`
+# is for `make fuzz` alone.  Hypothesis itself has `default`, and `ci` where CI is set.
+SAME: dict[str, Any] = {
+    "database": None,
+    "deadline": None,
+    "print_blob": True,
+    "suppress_health_check": [hypothesis.HealthCheck.too_slow],
+}
+for _profile in ("default", "ci"):
+    hypothesis.settings.register_profile(_profile, derandomize=True, **SAME)
+hypothesis.settings.register_profile("fuzz", derandomize=False, **SAME)
+hypothesis.settings.load_profile("default")
+
+# Hypothesis draws constants of the modules that were imported before, too, which depend
+# on the tests that ran before in the same process.
+providers.is_local_module_file = lambda _: False
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -54,6 +54,7 @@ def explored(
     """
 
     def decorate(check: Callable[..., None]) -> Callable[..., None]:
+        @pytest.mark.hypothesis
         @pytest.mark.parametrize(
             ("number", "most"),
             [(quick, STEPS), pytest.param(deep, DEEP_STEPS, marks=SLOW)],

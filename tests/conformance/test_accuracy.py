@@ -247,6 +247,7 @@ def pair_of(
     return Pair(built, found.gm, LOW[options["precision"]], spread)
 
 
+@pytest.mark.hypothesis
 @pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("shard", range(SHARDS))

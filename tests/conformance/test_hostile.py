@@ -319,6 +319,7 @@ files = st.lists(lines, max_size=8).map("\n".join)
 contents = files.map(lambda t: t.encode("utf-8", "surrogatepass")) | st.binary()
 
 
+@pytest.mark.hypothesis
 def test_any_rules_file_is_read_or_refused_for_a_reason(folder: Path) -> None:
     said: set[str] = set()
 

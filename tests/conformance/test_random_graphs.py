@@ -226,6 +226,7 @@ def check_graph(
     return len(found.before.graph.nodes)
 
 
+@pytest.mark.hypothesis
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "rounding"])
 @pytest.mark.parametrize("shard", range(SHARDS // 2))

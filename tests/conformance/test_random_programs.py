@@ -179,6 +179,7 @@ def check_program(model: Model) -> float | None:
     return total_error(named(*ours), truth) / theirs if theirs else None
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_random_programs(shard: int) -> None:
     ratios: list[float] = []
@@ -218,6 +219,7 @@ def leaves_of(tree: Any) -> set[str]:
     return {part for part in pytree.tree_leaves(tree) if isinstance(part, str)}
 
 
+@pytest.mark.hypothesis
 def test_random_programs_in_fp16() -> None:
     """True gradients from under a loss scale."""
 
@@ -253,6 +255,7 @@ def check_denied(model: Model) -> None:
         same_bits(dict(denied.named_buffers()), dict(plain.named_buffers()))
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("shard", range(4))
 def test_denied_programs_are_bit_identical(shard: int) -> None:
     # After a graph break layers are compiled one by one, and many share a `forward`.

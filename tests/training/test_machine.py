@@ -484,6 +484,7 @@ def cases() -> list[Any]:
     return found
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize(("way", "label"), cases())
 def test_any_order_of_steps_goes_as_under_a_grad_scaler(
     way: str, label: str, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ def fact(name: str, *reads: str | Operand, **changed: Any) -> NodeFacts:
         "region": 0,
         "autocast": None,
         "requires_grad": False,
-        "storage": hash(name),
+        "storage": zlib.crc32(name.encode()),  # `hash` differs in each process
         "modules": (),
         "source": "",
         "device": "cpu",
