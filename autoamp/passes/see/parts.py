@@ -3,8 +3,8 @@
 Torch writes some ops as calls of others, and autocast of a device has a rule either for
 the op or for those others.  Where it has none for `einsum`, which is so on CPUs, only
 the matrix products inside run low: type promotion decides on a multiplication, and an
-index of one operand alone is summed as the operand is.  A call of which autocast casts
-some parts and leaves others is recorded by its parts; any other call stays one op.
+index of one operand alone is summed as the operand is.  A call stays one op where all
+of its parts are products that autocast casts, and is recorded by its parts elsewhere.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _recorded(
         for node in compat.recorded_since(mark)
         if isinstance(node.meta.get("val"), torch.Tensor) and not is_view(node.target)
     }
-    if len(ruled) > 1:
+    if ruled != {True}:
         return result
     compat.forget_since(mark)
     return NotImplemented

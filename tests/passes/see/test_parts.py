@@ -33,11 +33,19 @@ class Lists(Einsum):
         return torch.einsum(x, [0, 1, 2], *self.own[:1], [2], self.own[1], [3, 2])
 
 
+class OneColumn(Einsum):
+    """An index of one element: torch multiplies, and autocast rounds nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bi,ki->bk", x[:, 0, :1], *self.own)
+
+
 SCALED: tuple[Any, ...] = ((64,), (32, 64))
 MADE: dict[str, Callable[[], nn.Module]] = {
     "three operands": lambda: Einsum("bij,j,kj->bik", *SCALED),
     "summed alone": lambda: Einsum("bij,kj->bk", (32, 64)),
     "an ellipsis": lambda: Einsum("...j,j,kj->...k", *SCALED),
+    "an index of one element": lambda: OneColumn("", (32, 1)),
     "lists": lambda: Lists("", *SCALED),
     "factors": lambda: Einsum("bij,jr,r,kr->bik", (64, 8), (8,), (32, 8)),
 }
