@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from autoamp.errors import PlacementError
+from autoamp.passes.decide.branches import WHY, on_branches
 from autoamp.passes.decide.cost import Prices
 from autoamp.passes.decide.mincut import (
     ContradictionError,
@@ -35,6 +36,7 @@ def build_problem(classified: Classified, prices: Prices) -> Problem:
     pinned[FP32] = "is read in fp32 outside the graph"
     why = "is returned, or viewed by what is, and shares memory with another tensor"
     pinned |= dict.fromkeys(_returned_aliases(facts), why)
+    pinned |= dict.fromkeys(on_branches(classified), WHY)
     groups, follows = _cast_groups(classified, prices)
     follows += _rounded_before_maxima(classified)
     return Problem(

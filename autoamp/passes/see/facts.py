@@ -103,6 +103,12 @@ class NodeFacts:
         return self.chain is not None and self.chain.widens
 
     @property
+    def passes_gradient(self) -> bool:
+        """Whether the node passes a gradient on to its operands."""
+        makes_numbers = self.makes_floats or not self.makes_others
+        return self.requires_grad and makes_numbers and self.base != "aten::detach"
+
+    @property
     def base(self) -> str:
         """The op without its overload: `aten::to` for `aten::to.dtype`."""
         return self.op.partition(".")[0]

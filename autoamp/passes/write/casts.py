@@ -83,6 +83,7 @@ class _Emitter:
         self.facts = classified.facts
         self.verdicts = classified.verdicts
         self.classified = classified
+        self.promoted = classified.promoted
         self.assignment = assignment
         self.low = low
         self.copies: Copies = {}
@@ -142,7 +143,13 @@ class _Emitter:
             read, mode = next(reads)
             wanted = self._wanted(mode, is_low)
             if wanted is None:
-                return self.new[leaf.name]
+                # Type promotion would round the gradient inside the op.
+                is_branch = node.name in self.promoted
+                if not (
+                    is_branch and self.uses.are_summed(leaf.name, fact, read.epoch)
+                ):
+                    return self.new[leaf.name]
+                wanted = HIGH_DTYPE
             return self._in_dtype(leaf.name, wanted, fact, read.epoch)
 
         args = tuple(fx.map_arg(a, operand) for a in node.args)
@@ -242,6 +249,9 @@ class _Emitter:
         """`value` in `dtype`, for one read by `reader`."""
         at = self.new[value]
         if dtype_of(at) == dtype:
+            if dtype == self.low and self.uses.are_summed(value, reader, epoch):
+                wide = self._copy(value, HIGH_DTYPE, reader.region, epoch)
+                return self.uses.use_beside(value, wide, at, reader, epoch)
             return self.uses.view_of_weight(value, reader) or at
         if value in self.returned_from and dtype == self.low:
             return self.emitted.use_of(value, self.returned_from[value])
@@ -278,6 +288,10 @@ class Uses:
     in fp32. Each use of a weight therefore gets an autograd node of its own
     (`low_weight`), and all uses of any other value share one node (`low_uses`); the sum
     is then made in fp32.
+
+    A low value that an fp32 op reads through a cast gets its sum in fp32 as well: the
+    gradients of its other readers flow to the cast, which rounds their sum once.  Each
+    branch rounded by itself would leave the errors of both where the branches cancel.
     """
 
     def __init__(
@@ -295,7 +309,7 @@ class Uses:
         self._low = low
         self._copies = copies
         self._weight_storage = {facts.nodes[w].storage for w in facts.weights}
-        self._low_reads = _count_low_reads(classified, lowered)
+        self._low_reads, self._wide_reads = _count_reads(classified, lowered)
         # A view is one node for its readers in all regions; casts are not.
         self._reads_of_views: Counter[str] = Counter()
         for (value, _, _), reads in self._low_reads.items():
@@ -307,7 +321,7 @@ class Uses:
     ) -> fx.Node:
         """The node for one reader: low `copy` of `value`, or a use of `copy`."""
         # No gradient arrives, so there is no sum to keep in fp32.
-        if not (self._facts.nodes[value].requires_grad and reader.requires_grad):
+        if not (self._facts.nodes[value].requires_grad and reader.passes_gradient):
             return copy
         key = (value, reader.region, epoch)
         uses = self._low_reads[key]
@@ -319,7 +333,31 @@ class Uses:
         if of_weight or uses > MANY_USES:
             return self._emitted.use_of(value, copy)
         if key not in self._shared:
-            self._shared[key] = iter(self._emitted.uses_of(value, copy, uses))
+            wide = self._emitted.new[value]
+            self._shared[key] = iter(self._emitted.uses_of(wide, copy, uses))
+        return next(self._shared[key])
+
+    def are_summed(self, value: str, reader: NodeFacts, epoch: int) -> bool:
+        """Whether the gradient of a low `value` is summed at its cast to fp32.
+
+        A write goes to the value itself, and not to its cast.
+        """
+        fact = self._facts.nodes[value]
+        return (
+            fact.requires_grad
+            and reader.passes_gradient
+            and (value, reader.region, epoch) in self._wide_reads
+            and fact.storage not in self._facts.mutated | self._weight_storage
+        )
+
+    def use_beside(
+        self, value: str, wide: fx.Node, low: fx.Node, reader: NodeFacts, epoch: int
+    ) -> fx.Node:
+        """The node for one reader of `low`; the gradient flows to `wide`, its cast."""
+        key = (value, reader.region, epoch)
+        if key not in self._shared:
+            uses = self._low_reads[key]
+            self._shared[key] = iter(self._emitted.uses_of(wide, low, uses))
         return next(self._shared[key])
 
     def view_of_weight(self, value: str, reader: NodeFacts) -> fx.Node | None:
@@ -376,16 +414,29 @@ class Uses:
         return emitted.insert(old.target, args, kwargs, old.name, emitted.new[view])
 
 
-def _count_low_reads(
+_Place = tuple[str, int, int]
+"""A value, a region, and an epoch."""
+
+
+def _count_reads(
     classified: Classified, lowered: frozenset[str]
-) -> Mapping[tuple[str, int, int], int]:
-    """How many reads of each value, per region and epoch, are in the low dtype."""
-    counts: Counter[tuple[str, int, int]] = Counter()
-    for name in lowered & classified.verdicts.keys():
-        region = classified.facts.nodes[name].region
+) -> tuple[Mapping[_Place, int], frozenset[_Place]]:
+    """How many low reads each value has in a place, and what is cast to fp32 there.
+
+    Only reads by ops that pass a gradient back count.
+    """
+    low: Counter[_Place] = Counter()
+    wide: set[_Place] = set()
+    for name in classified.verdicts:
+        fact = classified.facts.nodes[name]
+        if not fact.passes_gradient:
+            continue
         for operand, mode in classified.reads(name):
+            place = operand.value, fact.region, operand.epoch
             # A read as "high" takes fp32 and one as "any" takes the value as it is:
             # neither reads the low copy.
-            if mode in ("same", "follow"):
-                counts[operand.value, region, operand.epoch] += 1
-    return counts
+            if mode != "any" and (mode == "high" or name not in lowered):
+                wide.add(place)
+            elif mode != "any":
+                low[place] += 1
+    return low, frozenset(wide)

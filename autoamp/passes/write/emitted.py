@@ -149,9 +149,13 @@ class Emitted:
             low_weight, (self.new[value], copy), {}, f"{copy.name}_use", copy
         )
 
-    def uses_of(self, value: str, copy: fx.Node, uses: int) -> list[fx.Node]:
-        """`uses` uses of a low `copy` of `value`, with gradients summed in fp32."""
-        args = (self.new[value], copy, uses)
+    def uses_of(self, wide: fx.Node, copy: fx.Node, uses: int) -> list[fx.Node]:
+        """`uses` uses of a low `copy`, whose gradients are summed in fp32 for `wide`.
+
+        Args:
+            wide: the fp32 value that `copy` is a cast of, or a cast of `copy` to fp32.
+        """
+        args = (wide, copy, uses)
         shared = self.insert(low_uses, args, {}, f"{copy.name}_uses", copy)
         shared.meta["val"] = (copy.meta["val"],) * uses
         item = operator.getitem
