@@ -52,7 +52,7 @@ LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 """What cuDNN has a kernel of, all of whose arguments autocast lowers (`_cudnn_rnn`)."""
 
 NORMS = ("layer_norm", "group_norm")
-"""Norms that autocast runs in fp32, and the rules here in the dtype of their data."""
+"""Norms whose CPU kernels take fp32 parameters beside low data."""
 
 pytestmark = [
     SKIPPED,
@@ -100,7 +100,7 @@ def cpu_facts(found: Rewritten) -> list[str]:
 
 
 class _Autocast(fx.Interpreter):
-    """Runs a graph op by op under autocast; norms in the dtype of their data."""
+    """Runs a graph op by op under autocast."""
 
     def __init__(self, gm: fx.GraphModule, low: torch.dtype) -> None:
         super().__init__(gm)
@@ -115,10 +115,9 @@ class _Autocast(fx.Interpreter):
         name = target._schema.name[6:] if isinstance(target, OpOverload) else ""
         if name == "_assert_tensor_metadata":
             return None
-        if name in NORMS or name in LAYERS:
-            dtype = self.low if name in LAYERS else args[0].dtype
+        if name in LAYERS:
             with autocast("cuda", self.low, enabled=False):
-                return super().call_function(target, in_dtype(args, dtype), kwargs)
+                return super().call_function(target, in_dtype(args, self.low), kwargs)
         try:
             return super().call_function(target, args, kwargs)
         except RuntimeError:  # autocast has no rule for it, and torch no kernel
@@ -146,7 +145,7 @@ def autocast_makes(found: Rewritten) -> dict[str, Any]:
 def disagreements(found: Rewritten, made: dict[str, Any]) -> list[str]:
     """Ops low where autocast's are not, and products fp32 where autocast's are low.
 
-    A move may be low above what reads it: rounding commutes with it.
+    A move, or a kernel that rounds once, may be low where all that reads it is.
     """
     rules, wrong = Rules.load("torch-cuda"), []
     for node in calls(found.gm):
@@ -156,10 +155,10 @@ def disagreements(found: Rewritten, made: dict[str, Any]) -> list[str]:
         ours, theirs = floats(node.meta["val"]), floats(made[node.name])
         listed = rules.lookup(node.target)
         category = None if listed is None else listed.category
-        low, unmoved = ours == {found.low}, verdict.category is not Category.CLEAR
-        if low and unmoved and found.low not in theirs:
+        low = ours == {found.low}
+        if low and not verdict.moves and found.low not in theirs:
             wrong.append(f"{node.name} ({node.target}) is low, autocast's fp32")
-        if low and category is Category.DENY and base(node) not in NORMS:
+        if low and category is Category.DENY and not verdict.moves:
             wrong.append(f"{node.name} is low, and autocast denies {node.target}")
         excused = verdict.pinned and verdict.category is Category.ALLOW
         allowed = category is Category.ALLOW and not excused
