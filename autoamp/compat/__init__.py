@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autoamp.compat.calls import *
 from autoamp.compat.capture import *
+from autoamp.compat.custom_functions import *
 from autoamp.compat.device import *
 from autoamp.compat.distributed import *
 from autoamp.compat.dtensors import *

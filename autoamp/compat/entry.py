@@ -208,7 +208,9 @@ class _Frames:
         error, changed = "", self._changing.changed(frame)
         with (
             config.patch(self._options(code, as_is)),
-            dynamo_patched(frame, self._backend.dtype_in, runs_as_is=as_is),
+            dynamo_patched(
+                frame, self._backend.dtype_in, self._backend.note, runs_as_is=as_is
+            ),
             placed(frame, self._paths),
         ):
             try:

@@ -13,17 +13,26 @@ from unittest import mock
 import torch
 import torch._dynamo
 from torch import Tensor, fx
-from torch._dynamo.exc import RestartAnalysis, SkipFrame
+from torch._dynamo.exc import RestartAnalysis, SkipFrame, Unsupported
 from torch._dynamo.variables import GradModeVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch._subclasses.fake_tensor import FakeTensor
 
+from autoamp.compat.custom_functions import (
+    CUSTOM_FUNCTION,
+    ONCE,
+    TORCHS_CUSTOM_FUNCTION,
+    asks_for_grad_mode,
+    is_once_differentiable,
+    keep_grad_mode,
+    unwrapped,
+)
 from autoamp.compat.frames import methods_modules, quietly
 from autoamp.compat.layers import recurrent_results
 from autoamp.compat.places import paths_in, rooted
 from autoamp.compat.tensors import modules_of, parameters_here
-from autoamp.compat.tracing import CUSTOM_FUNCTION, ENTER_AUTOCAST, EXIT_AUTOCAST
+from autoamp.compat.tracing import ENTER_AUTOCAST, EXIT_AUTOCAST
 from autoamp.dtypes import LOW_DTYPES
 
 DtypeOf = Callable[[list[str]], torch.dtype | None]
@@ -33,17 +42,19 @@ where the call stays as it is without autocast."""
 
 @contextlib.contextmanager
 def dynamo_patched(
-    frame: Any, dtype_of: DtypeOf, *, runs_as_is: bool
+    frame: Any, dtype_of: DtypeOf, note: Callable[[str], None], *, runs_as_is: bool
 ) -> Iterator[None]:
     """A region in which Dynamo captures `frame` for us.
 
     Args:
+        dtype_of: gives the dtype of autocast for a Function under `custom_fwd`.
+        note: is told why a custom Function is left to Python.
         runs_as_is: no compiler takes the graph, and recurrent layers stay whole.
     """
-    dynamo = torch._dynamo.utils
+    dynamo, apply = torch._dynamo.utils, _followed(dtype_of, _differentiable(note))
     with (
         mock.patch.multiple(GradModeVariable, **_REGIONS),
-        mock.patch.object(AutogradFunctionVariable, "call_apply", _followed(dtype_of)),
+        mock.patch.object(AutogradFunctionVariable, "call_apply", apply),
         mock.patch.object(dynamo, "run_node", _fake_on_meta(dynamo.run_node)),
         recurrent_results() if runs_as_is else contextlib.nullcontext(),
         _wide_gradients_hidden(frame),
@@ -153,6 +164,74 @@ def _wide_gradients_hidden(frame: Any) -> Iterator[None]:
             parameter.grad = gradient if more is None else gradient + more
 
 
+# Custom Functions, captured with all their derivatives.
+#
+# Where a derivative beyond the first would be another than the Function's own, the
+# Function is left to Python: the graph breaks at its call.
+
+
+def _differentiable(note: Callable[[str], None]) -> Callable[..., Any]:
+    """Dynamo's `call_apply`, whose nodes call our op instead of torch's."""
+    original: Any = AutogradFunctionVariable.call_apply
+    around: list[Any] = []  # the Functions that are being traced, outermost first
+
+    def call_apply(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        around.append(self.fn_cls)
+        try:
+            if _in_backward(tx) and not is_once_differentiable(around[0]):
+                _leave(around[0], "calls another custom Function", tx, note)
+            result = original(self, tx, args, kwargs)
+            for node in reversed(tx.output.current_tracer.graph.nodes):
+                if node.target is CUSTOM_FUNCTION:
+                    break
+                if node.target is TORCHS_CUSTOM_FUNCTION:
+                    _with_our_op(node, self.fn_cls, tx, note)
+                    break
+            return result
+        finally:
+            around.pop()
+
+    return call_apply
+
+
+def _with_our_op(
+    node: Any, function: Any, tx: Any, note: Callable[[str], None]
+) -> None:
+    """Has a node that Dynamo has just made call our op."""
+    once = is_once_differentiable(function)
+    if not once and asks_for_grad_mode(function):
+        _leave(function, "asks for grad mode or switches it", tx, note)
+    keep_grad_mode(tx.output.nn_modules[node.args[1].target])
+    node.target = CUSTOM_FUNCTION
+    node.kwargs = {**node.kwargs, ONCE: once}
+
+
+def _leave(function: Any, does: str, tx: Any, note: Callable[[str], None]) -> None:
+    """Has the graph break at the call of a custom Function, with a line that says so.
+
+    Raises:
+        Unsupported: always; Dynamo breaks the graph.
+    """
+    paths = paths_in(rooted(tx.nn_module_stack))
+    where = f" in module {paths[-1]}" if paths and paths[-1] else ""
+    why = (
+        f"the custom Function {function.__qualname__}{where} is left to Python, "
+        f"because its backward {does}: a graph would have another second derivative"
+    )
+    note(why)
+    raise Unsupported(f"autoamp: {why}")
+
+
+def _in_backward(tx: Any) -> bool:
+    """Whether the code that Dynamo traces now is a custom Function's `backward`."""
+    # The tracer of the `backward` is inside the tracer of the `forward`.
+    tracer, functions = tx.output.current_tracer, 0
+    while tracer is not None:
+        functions += getattr(tracer, "source_target", None) == "autograd.Function"
+        tracer = tracer.parent
+    return functions > 1
+
+
 # Custom Functions under `torch.amp.custom_fwd`, captured as autocast runs them.
 #
 # `custom_fwd(cast_inputs=...)` casts the operands of a Function, and runs its `forward`
@@ -165,13 +244,10 @@ _DECORATED = torch.amp.custom_fwd(lambda _: None, device_type="cpu").__code__
 
 def _has_custom_fwd(function: type[torch.autograd.Function]) -> bool:
     """Whether the `forward` of a custom Function is under `torch.amp.custom_fwd`."""
-    forward: Any = function.forward
-    while forward is not None:
-        forward = getattr(forward, "__func__", forward)
-        if getattr(forward, "__code__", None) is _DECORATED:
-            return True
-        forward = getattr(forward, "__wrapped__", None)
-    return False
+    return any(
+        getattr(each, "__code__", None) is _DECORATED
+        for each in unwrapped(function.forward)
+    )
 
 
 def _as_under_autocast(
@@ -203,9 +279,8 @@ def traced_in_widening(node: fx.Node) -> bool:
     return f"in {_widened_after_autocast.__name__}" in (node.stack_trace or "")
 
 
-def _followed(dtype_of: DtypeOf) -> Callable[..., Any]:
-    """Dynamo's `call_apply`, which traces such a Function as autocast runs it."""
-    original: Any = AutogradFunctionVariable.call_apply
+def _followed(dtype_of: DtypeOf, original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, which traces such a Function as autocast runs it."""
     failed: set[Any] = set()
 
     def call_apply(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -280,8 +281,15 @@ TRANSFORM_ENTRIES, TRANSFORM_EXITS = (
 # An op that calls a sub-graph, and does nothing else.
 WRAP = torch.ops.higher_order.wrap
 
-# The op that calls a captured custom autograd Function: a forward and a backward.
-CUSTOM_FUNCTION: Any = torch._functorch.autograd_function.autograd_function_apply
+# The op that registers a hook on a tensor inside a graph; torch 2.11 has none.
+REGISTER_HOOK: Any = next(
+    (
+        vars(importlib.import_module(name))["register_hook_op"]
+        for name in ["torch._higher_order_ops.register_hook"]
+        if importlib.util.find_spec(name) is not None
+    ),
+    None,
+)
 
 # The module and name by which `clip_grad_norm_` finds its norm function.
 TOTAL_NORM: tuple[Any, str] = (torch.nn.utils.clip_grad, "_get_total_norm")

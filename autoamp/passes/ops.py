@@ -314,5 +314,5 @@ def is_dead(node: fx.Node) -> bool:
         return False
     # Nothing reads the entry of a `no_grad` block, and the calls behind it depend on
     # it.
-    changes_mode = node.target in compat.MODE_CHANGES
-    return not (changes_mode or node.is_impure() or has_effect(node))
+    lasts = node.target in compat.MODE_CHANGES or node.target is compat.REGISTER_HOOK
+    return not (lasts or node.is_impure() or has_effect(node))

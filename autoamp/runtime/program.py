@@ -259,6 +259,10 @@ class Backend:
         """The dtype in which the running model's Functions follow their authors."""
         return self.running().dtype_in(modules)
 
+    def note(self, why: str) -> None:
+        """Keeps for the running model's report why something is not converted."""
+        self.running().record.note(why)
+
     def apart(self, path: str) -> Hashable:
         """The key of a module; modules with unequal keys share no graphs."""
         return self.running().apart(path)

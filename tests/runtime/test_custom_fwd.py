@@ -112,7 +112,7 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
 
 def reason_of(model: nn.Module) -> str:
     rows = autoamp.report(model).ops
-    (reason,) = [r.reason for r in rows if r.op == "autograd_function_apply"]
+    (reason,) = [r.reason for r in rows if r.op == "autoamp_custom_function"]
     return reason
 
 

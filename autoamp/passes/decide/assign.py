@@ -156,7 +156,7 @@ def assign(
     Raises:
         PlacementError: the constraints contradict each other.
     """
-    problem = build_problem(classified, prices)
+    problem = build_problem(classified, prices, as_asked=placement != "optimal")
     # Solved for any placement: reports tell what it costs above the least.
     low, optimal_cost = least_cost(problem)
     if chosen is not None:

@@ -20,11 +20,18 @@ from autoamp.passes.decide.mincut import (
 )
 from autoamp.passes.decide.pins import views_down_to
 from autoamp.passes.decide.verdict import Classified
+from autoamp.passes.rules import family
 from autoamp.passes.see.facts import FP32, Facts
 
 
-def build_problem(classified: Classified, prices: Prices) -> Problem:
-    """The placement problem of a graph: unary prices, pins, casts, ties."""
+def build_problem(
+    classified: Classified, prices: Prices, *, as_asked: bool = False
+) -> Problem:
+    """The placement problem of a graph: unary prices, pins, casts, ties.
+
+    Args:
+        as_asked: whether the placement is one that the user names.
+    """
     facts = classified.facts
     unary = dict(prices.ops)
     pinned = {n: v.reason for n, v in classified.verdicts.items() if v.pinned}
@@ -37,6 +44,7 @@ def build_problem(classified: Classified, prices: Prices) -> Problem:
     why = "is returned, or viewed by what is, and shares memory with another tensor"
     pinned |= dict.fromkeys(_returned_aliases(facts), why)
     pinned |= dict.fromkeys(on_branches(classified), WHY)
+    pinned |= _seen_whole(classified, returned=not as_asked)
     groups, follows = _cast_groups(classified, prices)
     follows += _rounded_before_maxima(classified)
     return Problem(
@@ -201,17 +209,43 @@ def returned_and_used(classified: Classified) -> frozenset[str]:
     If the returned tensor were an up-cast beside the inner uses, the loss would have no
     gradient with respect to the returned tensor.  So readers inside hang on the
     returned tensor.  Low readers read the low value that the returned tensor was cast
-    from, through a node whose gradient goes to the returned tensor.
+    from, through a node whose gradient goes to the returned tensor.  A value with a
+    hook is treated alike: the hook is given the gradients of all its readers.
     """
     facts = classified.facts
     read = {o.value for n in classified.verdicts for o in facts.nodes[n].operands}
     return frozenset(
         v
-        for v in facts.returned & read
+        for v in (facts.returned & read) | facts.hooked
         if facts.nodes[v].requires_grad
         and v not in facts.constants
         and facts.nodes[v].storage not in facts.mutated
     )
+
+
+def _seen_whole(classified: Classified, *, returned: bool) -> dict[str, str]:
+    """The ops that are fp32 for a hook's sake, each with the reason.
+
+    Such an op saves its result, and a second derivative flows into what is saved.  A
+    hook on a cast of the result would miss that part of the gradient, so that the
+    result itself is what is hooked, or returned to code that may hook it.
+
+    Args:
+        returned: whether results that are returned count; never where the user lists
+            the op as one to run low.
+    """
+    facts, kept = classified.facts, family("saves_its_result")
+    found: dict[str, str] = {}
+    values = facts.hooked | (facts.returned if returned else frozenset())
+    for value in sorted(values):
+        fact, maker = facts.nodes[value], facts.producer(value)
+        if not (fact.requires_grad and fact.is_value and maker in classified.verdicts):
+            continue
+        asked = classified.is_allowed(maker) and value not in facts.hooked
+        if facts.nodes[maker].base in kept and not asked:
+            how = "hooked" if value in facts.hooked else "returned"
+            found[maker] = f"its backward reads its result, which is {how}"
+    return found
 
 
 def _returned_aliases(facts: Facts) -> set[str]:

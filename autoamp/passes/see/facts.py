@@ -129,6 +129,7 @@ class Facts:
     Attributes:
         nodes: the facts of each node.
         returned: values that the graph returns.
+        hooked: values that a hook is registered on inside the graph.
         constants: values that come from outside: placeholders and attributes.
         weights: the `constants` that are parameters (or attributes) of the model.
         parameters: the `weights` that are parameters, not buffers or constants.
@@ -142,6 +143,7 @@ class Facts:
 
     nodes: Mapping[str, NodeFacts]
     returned: frozenset[str]
+    hooked: frozenset[str]
     constants: frozenset[str]
     weights: frozenset[str]
     parameters: frozenset[str]
@@ -182,6 +184,7 @@ def collect_facts(
     return Facts(
         nodes=walk.nodes,
         returned=frozenset(walk.returned),
+        hooked=frozenset(walk.hooked),
         constants=frozenset(walk.constants),
         weights=frozenset(walk.weights),
         parameters=frozenset(walk.parameters),
@@ -214,6 +217,7 @@ class _Walk:
         self.opaque_writes: set[int] = set()
         self.nodes: dict[str, NodeFacts] = {}
         self.returned: set[str] = set()
+        self.hooked: set[str] = set()
         self.constants: set[str] = set()
         self.weights: set[str] = set()
         self.parameters: set[str] = set()
@@ -232,6 +236,8 @@ class _Walk:
             self.returned = {
                 n.name for n in node.all_input_nodes if n.name in self.nodes
             }
+        elif node.target is compat.REGISTER_HOOK:
+            self.hooked.add(node.all_input_nodes[0].name)
         elif node.target in compat.MODE_CHANGES:
             # Casts are not shared between regions: one made under `no_grad` has no
             # gradient, so that a use of it outside would lose its own.

@@ -135,6 +135,8 @@ class Lowering(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is compat.CHECKPOINT:
             return self._checkpoint(args, kwargs)
+        if target is compat.TORCHS_CUSTOM_FUNCTION:  # the graph is not our capture's
+            target, args, kwargs = compat.with_all_derivatives(args, kwargs)
         if isinstance(target, compat.HigherOrderOperator):
             return self._opaque(target, args, kwargs)
         if compat.is_encoder_layer(target, args) and not kwargs:

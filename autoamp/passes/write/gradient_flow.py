@@ -59,10 +59,15 @@ class GraphFlow:
         self.names = self._names_of_tensors()
 
     def results(self) -> list[fx.Node]:
-        """The returned tensors that a gradient flows into."""
+        """The tensors that a gradient flows into and that are returned, or hooked.
+
+        A hook is the user's, and is given true gradients, as those of the caller are.
+        """
         before = next(n for n in self.before.nodes if n.op == "output")
         pairs = zip(_values(before), _values(self.output), strict=True)
-        return [new for old, new in pairs if self.differentiable(old, new)]
+        found = [new for old, new in pairs if self.differentiable(old, new)]
+        hooks = [n for n in self.graph.nodes if n.target is compat.REGISTER_HOOK]
+        return found + [node for node in hooks if self.carries(node)]
 
     def differentiable(self, known: fx.Node, node: fx.Node) -> bool:
         flows = known.name in self._flowing or self.storage(known) in self._grown
@@ -115,6 +120,8 @@ class GraphFlow:
 
     def viewed(self, maker: fx.Node, view: fx.Node) -> list[fx.Node]:
         """The nodes that `view`, which op `maker` made, may be a view of."""
+        if maker.target is compat.REGISTER_HOOK:
+            return maker.all_input_nodes[:1]
         if not isinstance(maker.target, OpOverload) or maker.target is _CUT:
             return []
         sources = operands_in(maker, aliasing_arguments(maker.target))

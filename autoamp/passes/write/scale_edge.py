@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.dtypes import LOW_DTYPES
+from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
 from autoamp.passes.functions import (
     low_weight,
     low_weight_unscaled,
@@ -31,9 +31,11 @@ from autoamp.passes.functions import (
     unscale_grad_,
     unscale_half,
 )
+from autoamp.passes.ops import base_name
 from autoamp.passes.record import Edge, Rewritten
+from autoamp.passes.rules import family
 from autoamp.passes.write.copied import copied
-from autoamp.passes.write.emitted import CAST_KIND
+from autoamp.passes.write.emitted import CAST_KIND, dtype_of
 from autoamp.passes.write.gradient_flow import (
     GraphFlow,
     check_memory,
@@ -177,6 +179,9 @@ class _Scaling:
 
     def _scale_in(self, root: fx.Node) -> None:
         """Scales the gradient that enters at `root`, after the last write to `root`."""
+        if self._saves_itself(root):
+            self._scale_operands(root)
+            return
         with self.graph.inserting_before(self._settled(root)):
             if self._is_returned_cast(root):
                 # The cast to fp32 and the scaling are one kernel in the backward; the
@@ -201,6 +206,39 @@ class _Scaling:
             )
         new.meta = {**root.meta, SHARED: self._is_shared(root)}
         self.now[root] = new
+
+    def _saves_itself(self, root: fx.Node) -> bool:
+        """Whether `root` is made by an fp32 op that saves its result.
+
+        A second derivative flows into such a result from its own op as well, and would
+        be scaled there a second time: the gradient of the result is left true.
+        """
+        return (
+            self.flow.is_plain(root)
+            and dtype_of(root) == HIGH_DTYPE
+            and base_name(root.target) in family("saves_its_result")
+        )
+
+    def _scale_operands(self, root: fx.Node) -> None:
+        """Scales the gradients that the op of `root` gives to its operands."""
+        self.now[root] = root
+        for operand in root.all_input_nodes:
+            if dtype_of(operand) == HIGH_DTYPE and self.flow.carries(operand):
+                self._scale_between(operand, root)
+
+    def _scale_between(self, operand: fx.Node, root: fx.Node) -> None:
+        scale = self._inputs_for(operand).loss_scale
+        with self.graph.inserting_before(root):
+            own = operand
+            # Other gradients than that of `root` may flow into an operand.
+            if CAST_KIND not in operand.meta or len(operand.users) > 1:
+                own = self.graph.call_function(torch.ops.aten.clone.default, (own,))
+            new = self.graph.call_function(scale_grad, (own, scale))
+        for each in (own, new):
+            each.meta = dict(operand.meta)
+            self.order.setdefault(each, self.order[root])
+            self.flow.recording.setdefault(each, self.flow.recording[root])
+        root.replace_input_with(operand, new)
 
     def _is_returned_cast(self, root: fx.Node) -> bool:
         """Whether `root` is an "up" cast, never written to, that one result shows."""

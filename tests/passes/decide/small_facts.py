@@ -60,6 +60,7 @@ def facts(
         parameters=frozenset(),
         nodes={n.name: n for n in nodes},
         returned=frozenset(returned),
+        hooked=frozenset(),
         constants=frozenset(constants),
         weights=frozenset(),
         mutated=frozenset(mutated),

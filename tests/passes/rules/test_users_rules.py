@@ -239,5 +239,5 @@ def test_no_kernel_overrides_custom_fwd(dtype: Any) -> None:
         assert "silu" in [row.kernel for row in rows]
     else:
         assert {row.kernel for row in rows} == {""}
-        assert rows[1].op == "autograd_function_apply"
+        assert rows[1].op == "autoamp_custom_function"
         assert "custom_fwd" in rows[1].reason
