@@ -233,7 +233,13 @@ class AsTheWeightsAre(RuleBasedStateMachine):
         if mode == "training" and not self.can_train:
             return
         with MODES[mode]():
-            found, wanted = [side.model(self.x) for side in reversed(self.sides)]
+            try:
+                wanted = self.right.model(self.x)
+            except (
+                RuntimeError
+            ):  # torch refuses weights that were swapped in some modes
+                return
+            found = self.ours.model(self.x)
         assert relative_error([found], [wanted]) < CLOSE
 
     @rule(mode=st.sampled_from(sorted(MODES)), training=st.booleans())
@@ -262,7 +268,8 @@ class AsTheWeightsAre(RuleBasedStateMachine):
             lambda side: side.holders.append(HOLDERS[how](side.model[at].weight)), mode
         )
         self.check(mode)
-        self.write_of_a_holder(mode)
+        if self.ours.holders:  # torch may have refused this one
+            self.write_of_a_holder(mode)
 
     @precondition(lambda self: self.ours.holders)
     @rule()
@@ -395,4 +402,18 @@ def test_a_found_program_goes_as_in_plain_torch(
     if way == "empty and fill":
         state.let_go()
     state.write(how=way, mode=mode)
+    state.weights_and_holders_are_as_those_of_a_plain_model()
+
+
+@pytest.mark.one_model
+@pytest.mark.parametrize("mode", ["inference_mode", "training"])
+def test_weights_that_torch_itself_refuses_are_no_finds(
+    mode: str, machine: type[AsTheWeightsAre]
+) -> None:
+    state = machine()
+    state.begin(memory="a file")
+    state.call(mode="inference_mode", training=False)
+    state.write(how="swap_tensors", mode="inference_mode")
+    state.exchange_and_put_back(by_copy=False, mode=mode)
+    state.hold(how="another parameter", at=2, mode="no_grad")
     state.weights_and_holders_are_as_those_of_a_plain_model()
