@@ -65,9 +65,15 @@ class UnderAutocast(fx.Interpreter):
         )
         try:
             return super().call_function(target, args, kwargs)
-        except RuntimeError:  # the user would have to cast, and casts to fp32
-            wide = pytree.tree_map_only(Tensor, widened, args)
-            return super().call_function(target, wide, kwargs)
+        except RuntimeError as error:
+            if not any(text in str(error) for text in WITHOUT_A_GPU):
+                # The user would have to cast, and casts to fp32.
+                wide = pytree.tree_map_only(Tensor, widened, args)
+                return super().call_function(target, wide, kwargs)
+        # Type promotion, which decides on such an op, is that of any device.
+        here = pytree.tree_map_only(Tensor, lambda t: t.to("cpu"), (args, kwargs))
+        made = super().call_function(target, *here)
+        return pytree.tree_map_only(Tensor, lambda t: t.to(self.device), made)
 
 
 def widened(value: Tensor) -> Tensor:
