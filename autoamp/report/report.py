@@ -48,11 +48,11 @@ class Report(Document):
             updates that such weights can make; sampled while the model trains.
 
     Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Softmax(-1))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())
         >>> options = {"precision": "bf16", "do_no_harm": False}
         >>> report = autoamp.explain(model, torch.randn(8, 64), **options)
         >>> [(op.op, op.precision) for op in report.ops]
-        [('aten::linear.default', 'bf16'), ('aten::softmax.int', 'bf16')]
+        [('aten::linear.default', 'bf16'), ('aten::gelu.default', 'bf16')]
     """
 
     @cached_property

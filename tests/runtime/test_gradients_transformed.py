@@ -239,6 +239,8 @@ def test_the_table_has_every_function() -> None:
     homes = {function.__module__ for function in LEAF_FUNCTIONS}
     homes |= {"autoamp.passes.functions.attention"}  # of the op, which the table has
     homes |= {"autoamp.passes.functions.norms"}
+    # It runs the users' own Functions (tests/whole/test_higher_derivatives.py).
+    homes |= {"autoamp.compat.custom_functions"}
     assert {each.__module__ for each in functions_of_autograd()} <= homes
 
 

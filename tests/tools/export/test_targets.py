@@ -62,7 +62,7 @@ class Picks(nn.Module):
         self.line = nn.Linear(64, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.einsum("bi,bj->bij", self.line(x), self.line(x))
+        y = torch.einsum("bi,ij->bj", self.line(x), self.line.weight)
         return self.line(y)
 
 
