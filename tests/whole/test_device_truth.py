@@ -49,7 +49,10 @@ def draws(seed: int) -> Sequence[Tensor]:
     return [torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))]
 
 
-@pytest.mark.parametrize("low", LOW, ids=str)
+# The rules of both dtypes are on one list, so that CI runs one of them.
+@pytest.mark.parametrize(
+    "low", [LOW[0], pytest.param(LOW[1], marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize(
     ("device", "name"),
     [
@@ -87,6 +90,11 @@ def test_each_sample_calls_its_op(device: str) -> None:
 # -- whole models ----------------------------------------------------------------------
 
 
+IN_CI = ("mlp", "unet", "bert")
+"""A model each with products alone, with group norms, and with norms that follow sums:
+all models take seven minutes, and `test_ceiling_of_devices.py` looks at each in CI."""
+
+
 def in_float64(batch: Any) -> Any:
     return pytree.tree_map_only(
         Tensor, lambda t: t.double() if t.is_floating_point() else t, batch
@@ -101,8 +109,11 @@ def in_float64(batch: Any) -> Any:
 @pytest.mark.parametrize(
     "case",
     # CPUs have no low FFT, which autocast leaves low on a GPU.
-    [case for case in CASES if case.name != "fourier"],
-    ids=lambda case: case.name,
+    [
+        pytest.param(c, id=c.name, marks=() if c.name in IN_CI else pytest.mark.slow)
+        for c in CASES
+        if c.name != "fourier"
+    ],
 )
 def test_models_are_as_true(case: Case, device: str, low: torch.dtype) -> None:
     options: dict[str, Any] = {"precision": low, "do_no_harm": False, "strict": True}
