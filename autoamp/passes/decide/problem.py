@@ -236,7 +236,9 @@ def _seen_whole(classified: Classified, *, returned: bool) -> dict[str, str]:
     """
     facts, kept = classified.facts, family("saves_its_result")
     found: dict[str, str] = {}
-    values = facts.hooked | (facts.returned if returned else frozenset())
+    # The results of a body go to the call of the body, and to no code of the user's.
+    returns = returned and not facts.is_body
+    values = facts.hooked | (facts.returned if returns else frozenset())
     for value in sorted(values):
         fact, maker = facts.nodes[value], facts.producer(value)
         if not (fact.requires_grad and fact.is_value and maker in classified.verdicts):

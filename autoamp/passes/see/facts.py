@@ -33,7 +33,7 @@ from autoamp.passes.see.nodes import (
     tensors_of,
     written_values,
 )
-from autoamp.passes.see.regions import Regions
+from autoamp.passes.see.regions import LOWERED_BODY, Regions
 
 FP32 = "<fp32>"
 """Stands for the producer of every value that is fp32 in either precision."""
@@ -137,6 +137,7 @@ class Facts:
         written_opaquely: the `mutated` storages that an opaque sub-graph may write to,
             or that an op writes to and does not return.
         outside: storages of inputs and attributes, which exist outside the graph too.
+        is_body: whether the graph is that of a branch, a loop or a checkpoint.
         own_kernels: whether norms are those of `passes/functions/norms.py`.
         element_of: each `getitem` node to the node that makes the tuple.
     """
@@ -150,6 +151,7 @@ class Facts:
     mutated: frozenset[int]
     written_opaquely: frozenset[int]
     outside: frozenset[int]
+    is_body: bool = False
     own_kernels: bool = False
     element_of: Mapping[str, str] = field(default_factory=dict)
 
@@ -191,6 +193,7 @@ def collect_facts(
         mutated=frozenset(walk.writes),
         written_opaquely=frozenset(walk.opaque_writes),
         outside=frozenset(walk.outside),
+        is_body=LOWERED_BODY in gm.meta,
         element_of=walk.element_of,
     )
 
