@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import gc
 import io
 import pickle
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
+from autoamp.training.ledger import BACKWARDS
 from tests.metrics import relative_error
 
 WIDTH = 16
@@ -294,7 +294,7 @@ def test_clipping_that_wants_finite_gradients(precision: str) -> None:
 
 
 def test_clipping_still_refuses_what_is_infinite_by_itself(precision: str) -> None:
-    gc.collect()  # what other models found is theirs as long as they live
+    BACKWARDS.runs.clear()  # what models of other tests found is theirs while they live
     model, x = mlp(), x_of()
     model(x).sum().backward()
     weight = torch.ones(3, requires_grad=True)
