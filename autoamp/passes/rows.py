@@ -214,7 +214,7 @@ class SavedReport:
 OURS, ALL_FP32 = "ours", "all fp32"
 
 AUTOCAST = "promote"
-"""The policy that places casts as the type promotion of `torch.autocast` does."""
+"""The policy that places casts as `torch.autocast` of the device does."""
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ Two more kinds of node may be low where every reader of the result would round t
 result in any case.  A *move* (a view, a `cat`, a constant): rounding commutes with
 moving, so that the numbers are the same to the bit, and one cast before three slices is
 cheaper than three casts behind the slices.  A *kernel* that reads nothing but low
-values, computes in fp32 and rounds its result, as the readers would: one that stands
-for calls which widen (a GELU written with `pow`), or an op of the fp32 list whose
-backward reads no rounded result (a norm without parameters, on CUDA).
+values: the kernel computes in fp32 and rounds its result, as the readers would.  It
+stands for calls which widen (a GELU written with `pow`), or is an op of the fp32 list
+whose backward reads no rounded result (a norm without parameters, on CUDA).
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def under_ceiling(gm: fx.GraphModule, classified: Classified) -> Classified:
 def _rounds_once(name: str, classified: Classified, low: frozenset[str]) -> bool:
     """Whether a node reads low values, and rounds a result that autocast has in fp32.
 
-    A fp32 parameter that the node's low kernel would read rounded is no low value.
+    An fp32 parameter that the node's low kernel would read rounded is no low value.
     """
     if not _gives_fp32(name, classified):
         return False
