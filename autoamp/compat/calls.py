@@ -5,17 +5,22 @@ Each call of a module reads its attribute `_compiled_call_impl`, in which
 stands there in the class: it gives what the class gave, which is None.  Nothing is
 written on a module, so that copies, pickles and guards of Dynamo stay as they are.  A
 torch that does not read the attribute notices no calls.
+
+Of a module whose calls are to be surrounded the descriptor gives a function, which
+torch then calls in the place of the module's own code.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.modules import module as module_code
 
+from autoamp.compat.capture import uncompiled
 from autoamp.compat.frames import never_a_graph_by_itself
 from autoamp.compat.gradients import never_captured
 from autoamp.compat.modes import frame_callback
@@ -32,21 +37,55 @@ _WATCHED: dict[int, Listener] = {}
 _GROWING: dict[int, Listener] = {}
 """For the `id` of a module, the listener for modules that it is given from now on."""
 
+
+class Around(Protocol):
+    """Surrounds the calls of modules; a compiler that records a call leaves it out."""
+
+    def begin(self, module: nn.Module) -> Any:
+        """Is called before each call; None asks that the call's end be not told."""
+
+    def end(self, begun: Any) -> None:
+        """Is called with what `begin` gave, also after a call that raises."""
+
+
+_AROUND: dict[int, Around] = {}
+"""For the `id` of a module, what surrounds its calls."""
+
 _HOOK: list[Any] = []
 """Torch's handle of the hook that hears of new modules, while there are listeners."""
 
 
 class _Read:
-    """Reads as None; it does not hide the code that an instance holds itself."""
+    """Reads as None, or as the code that surrounds a call.
 
-    def __get__(self, module: nn.Module | None, owner: object = None) -> None:
+    It does not hide the code that an instance holds itself.
+    """
+
+    def __get__(
+        self, module: nn.Module | None, owner: object = None
+    ) -> Callable[..., Any] | None:
         # A constant for Dynamo, which then reads no more of this function.
         if torch.compiler.is_dynamo_compiling():
-            return
+            return None
         # By `id`: nothing is written on the module, and nothing keeps it alive.
         told = _WATCHED.get(id(module))
         if told is not None and module is not None:
             _tell(told, module, frame_callback() is None)
+        if _AROUND and module is not None:
+            around = _AROUND.get(id(uncompiled(module)))
+            if around is not None:
+                return functools.partial(_surrounded, around, module)
+        return None
+
+
+def _surrounded(around: Around, module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    begun = around.begin(uncompiled(module))
+    if begun is None:
+        return module._call_impl(*args, **kwargs)
+    try:
+        return module._call_impl(*args, **kwargs)
+    finally:
+        around.end(begun)
 
 
 @never_captured
@@ -55,6 +94,7 @@ def _tell(told: Listener, module: nn.Module, is_off: bool) -> None:
 
 
 never_a_graph_by_itself(_Read.__get__)
+never_a_graph_by_itself(_surrounded)
 _READ = _Read()
 
 
@@ -71,12 +111,34 @@ def watch_calls(inside: Iterable[int], around: int, told: Listener) -> None:
     known = dict.fromkeys(inside, told)
     _WATCHED.update(known)
     _GROWING.update(known | {around: told})
+    _begin_reading()
+    if not _HOOK:
+        _HOOK.append(module_code.register_module_module_registration_hook(_given))
+
+
+def surround_calls(ids: Iterable[int], around: Around) -> None:
+    """Has `around` surround each call of the modules with these `id`s."""
+    _AROUND.update(dict.fromkeys(ids, around))
+    _begin_reading()
+
+
+def end_surround(around: Around) -> None:
+    """Has `around` surround no calls any more."""
+    for key in [key for key, each in list(_AROUND.items()) if each is around]:
+        _AROUND.pop(key, None)
+    _end_reading()
+
+
+def _begin_reading() -> None:
     # Where another tool has put something there, or torch has no such attribute, the
     # class is left alone.
     if vars(nn.Module).get(_NAME, _READ) is None:
         setattr(nn.Module, _NAME, _READ)
-    if not _HOOK:
-        _HOOK.append(module_code.register_module_module_registration_hook(_given))
+
+
+def _end_reading() -> None:
+    if not (_WATCHED or _AROUND) and vars(nn.Module).get(_NAME) is _READ:
+        setattr(nn.Module, _NAME, None)
 
 
 def _given(module: nn.Module, _: str, new: nn.Module | None) -> None:
@@ -93,8 +155,7 @@ def end_calls(ids: Iterable[int], told: Listener) -> None:
     for key in ids:
         if _WATCHED.get(key) is told:
             _WATCHED.pop(key, None)
-    if not _WATCHED and vars(nn.Module).get(_NAME) is _READ:
-        setattr(nn.Module, _NAME, None)
+    _end_reading()
 
 
 def end_watch(told: Listener, ids: Iterable[int] | None = None) -> None:

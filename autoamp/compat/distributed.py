@@ -128,6 +128,11 @@ def active_ddp() -> Any:
     return torch.nn.parallel.DistributedDataParallel._active_ddp_module
 
 
+def writes_buffers(ddp: Any) -> bool:
+    """Whether `ddp` gives its model rank 0's buffers before each forward."""
+    return ddp is not None and bool(getattr(ddp, "broadcast_buffers", True))
+
+
 def is_joining(ddp: Any) -> bool:
     """Whether `ddp` is inside `join()`, where ranks that have no more inputs are done.
 
@@ -169,6 +174,19 @@ def reduced_by_ddp(model: torch.nn.Module) -> list[torch.Tensor]:
     ddp = torch.nn.parallel.DistributedDataParallel
     reducers = [m for m in modules_of(model) if isinstance(m, ddp)]
     return [p for reducer in reducers for p in reducer.parameters()]
+
+
+_WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+
+
+def inside_wrappers(model: Any) -> Any:
+    """The module that `DistributedDataParallel` or `DataParallel` calls, or `model`.
+
+    The wrappers' own `forward` cannot be converted: Dynamo steps aside from it.
+    """
+    while isinstance(model, _WRAPPERS):
+        model = model.module
+    return model
 
 
 def without_buckets(backend: Any) -> Any:

@@ -6,12 +6,14 @@ from collections import Counter
 
 from torch import nn
 
+from autoamp import compat
 from autoamp.dtypes import NARROWEST
 from autoamp.messages import class_name
 from autoamp.report.figures import LossScaleReport, Range, coverage_of, ranges_of
 from autoamp.report.report import Report
 from autoamp.runtime.conversion import conversion_of
 from autoamp.runtime.record import Record
+from autoamp.training import halves
 from autoamp.training.meter import shares_of
 from autoamp.training.scaling import ModelScaling
 
@@ -59,12 +61,12 @@ def report_on(model: nn.Module) -> Report | None:
     state, updates = conversion_of(model), shares_of(model)
     if state is None and not updates:
         return None
-    if state is None:
-        return Report(class_name(model), (), (), [_PLAIN], updates=updates)
-    if state.engine is not None:
+    if state is not None and state.engine is not None:
         return report_of(state.engine.record, model)
-    skipped = [(s.what, s.why) for s in state.skipped]
-    return Report(class_name(model), (), (), skipped, updates=updates)
+    skipped = [_PLAIN] if state is None else [(s.what, s.why) for s in state.skipped]
+    guard = halves.guards(compat.inside_wrappers(model))
+    scale = None if guard is None else loss_scale_of(guard)
+    return Report(class_name(model), (), (), skipped, loss_scale=scale, updates=updates)
 
 
 def loss_scale_of(scaling: ModelScaling) -> LossScaleReport | None:

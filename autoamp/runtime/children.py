@@ -27,7 +27,6 @@ from autoamp.runtime.conversion import (
     CONVERSIONS,
     Conversion,
     conversion_of,
-    inside_wrappers,
     install,
 )
 from autoamp.runtime.eligible import parameters_of
@@ -91,7 +90,7 @@ def inside(module: nn.Module) -> nn.Module:
     # FSDP is looked up and not imported: without an import no model is sharded.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     while True:
-        held: Any = compat.uncompiled(inside_wrappers(module))
+        held: Any = compat.uncompiled(compat.inside_wrappers(module))
         if fsdp is not None and isinstance(held, fsdp.FullyShardedDataParallel):
             held = held.module
         if held is module or not isinstance(held, nn.Module):

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autoamp import compat
 from autoamp.dtypes import short_name
 from autoamp.messages import class_name
 from autoamp.runtime.engine import Engine
@@ -206,21 +206,11 @@ def conversion_of(model: Any) -> Conversion | None:
     """The state of `model`, even if it was not converted; None if nobody tried."""
     if not isinstance(model, nn.Module):
         return None
-    model = inside_wrappers(model)
+    model = compat.inside_wrappers(model)
     state = model.__dict__.get(STATE)
     if not isinstance(state, Conversion) or state.call is None:
         state = DECLINED.get(model) if DECLINED else None
     return state if isinstance(state, Conversion) else None
-
-
-def inside_wrappers(model: Any) -> Any:
-    """The module that `DistributedDataParallel` or `DataParallel` calls, or `model`.
-
-    The wrappers' own `forward` cannot be converted: Dynamo steps aside from it.
-    """
-    while isinstance(model, (DistributedDataParallel, nn.DataParallel)):
-        model = model.module
-    return model
 
 
 def install(model: nn.Module) -> Conversion:

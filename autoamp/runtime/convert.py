@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoamp import compat
 from autoamp.dtypes import UNSCALED, largest, short_name
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.messages import class_name, log_once
@@ -28,7 +29,6 @@ from autoamp.runtime.conversion import (
     DECLINED,
     Conversion,
     conversion_of,
-    inside_wrappers,
     install,
     models_of,
     uninstall,
@@ -39,6 +39,7 @@ from autoamp.runtime.eligible import (
     for_model,
     not_converted,
     own_precision,
+    parameters_of,
     unsupported,
 )
 from autoamp.runtime.engine import Engine
@@ -53,9 +54,13 @@ from autoamp.training.attach import (
     attached,
     detach_from,
     end_scaling,
+    guard_captured,
+    guard_half,
     introduce,
     new_scaling,
+    unguard_half,
 )
+from autoamp.training.masters import has_half
 from autoamp.training.options import Options
 from autoamp.training.remedy import Remedy
 from autoamp.training.scale import LossScale, NoLossScale, resolve_loss_scale
@@ -127,6 +132,8 @@ def convert_model(
         engine = _engine(decided, decided.low, automatic)
         engine.price, engine.on_capture = price, on_capture
         _install(decided, engine, example_inputs)
+        if has_half(parameters_of(decided.model)):
+            guard_captured(decided.model, engine.record.scaling)
     return decided.model
 
 
@@ -164,7 +171,7 @@ def decide(model: nn.Module, options: Options, *, masters: bool = False) -> Deci
         LockError: the lock does not fit the model, and `strict` is set.
         OptionError: a pattern of `keep=` or the folder of `record=` cannot be used.
     """
-    model = inside_wrappers(model)
+    model = compat.inside_wrappers(model)
     reason = unsupported(model)
     # This is a search through all objects of the process, and comes last.
     if not reason and (engine := foreign.engine_around(model)):
@@ -280,6 +287,9 @@ def _decline(decided: Decision, automatic: bool) -> None:
         log_once(logger, level, text, of=model)
     revert_model(model, optimizers=not notes)
     DECLINED[model] = Conversion(declined=notes or [Skipped(label, decided.why_not)])
+    # Before its first call: its first step may be skipped, too.
+    if automatic and has_half(parameters_of(model)):
+        guard_half(model, decided.options, automatic=True)
 
 
 def _models_of(scaling: ModelScaling) -> list[nn.Module]:
@@ -373,9 +383,10 @@ def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:
         raise UnsupportedModelError(
             f"revert() takes a torch.nn.Module, not {type(model).__name__}"
         )
-    model = inside_wrappers(model)
+    model = compat.inside_wrappers(model)
     if conversion_of(model) is not None and optimizers:
         detach_from(model)
+        unguard_half(model)
     DECLINED.pop(model, None)
     state = model.__dict__.get(STATE)
     if not isinstance(state, Conversion):

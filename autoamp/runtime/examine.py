@@ -27,7 +27,6 @@ from autoamp.passes.run import as_it_is, rewrite_normalised
 from autoamp.passes.see.normalise import Normalised
 from autoamp.runtime.conversion import (
     conversion_of,
-    inside_wrappers,
     install,
     without_ours,
 )
@@ -50,7 +49,7 @@ def checked_model(model: Any) -> nn.Module:
     Raises:
         UnsupportedModelError: `model` is no module, or cannot be captured.
     """
-    model = inside_wrappers(model)
+    model = compat.inside_wrappers(model)
     reason = unsupported(model, needs_data=False)
     if reason is not None:
         raise UnsupportedModelError(reason)

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from autoamp import compat
 from autoamp.dtypes import short_name
 from autoamp.messages import bytes_text, class_name, counted, log_once
-from autoamp.training import closures, foreign, guard
+from autoamp.training import closures, foreign, guard, halves
 from autoamp.training.boundary import (
     BOUNDARIES,
     OptimizerBoundary,
@@ -73,6 +73,12 @@ _met_by_masters: weakref.WeakSet[OptimizerBoundary] = weakref.WeakSet()
 
 _declined: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers whose weights are to have no masters, or cannot have any."""
+
+_searched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers whose half-precision models the automatic mode has looked for."""
+
+_found: weakref.WeakSet[ModelScaling] = weakref.WeakSet()
+"""The scalings that guard half-precision models which nobody named."""
 
 
 # -- boundaries ------------------------------------------------------------------------
@@ -160,9 +166,9 @@ def introduce(
         give_masters(boundary, model, options)
     if has_half(boundary.params):
         meter_of(boundary.optimizer)
-    if scaling is None:
-        guard_masters(boundary, model, options, class_name(model))
-    else:
+    if scaling is None and has_half(boundary.params):
+        scaling = guard_half(model, options)
+    if scaling is not None:
         boundary.link(scaling)
 
 
@@ -194,23 +200,32 @@ def _take_masters(boundary: OptimizerBoundary) -> None:
 
 
 def take_on(optimizer: Optimizer) -> None:
-    """Gives an optimizer that nobody named masters, if it trains half weights.
+    """Gives an optimizer that nobody named masters and a guard, if it trains half.
 
     Only the automatic mode does so.  Where masters cannot be made, a warning says so
     and nothing is changed.
     """
     options = _expecting[0] if _expecting else None
-    if options is None or options.masters == "off" or not _wants_masters(optimizer):
+    if options is None:
         return
-    known = boundary_of(optimizer)
-    if _has_masters(optimizer):
+    masters = options.masters != "off" and optimizer not in _declined
+    masters = masters and not _has_masters(optimizer)
+    search = options.guard and optimizer not in _searched
+    if not (masters or search) or not trains_half(optimizer):
         return
     if foreign.engine_stepping():  # whose engine has masters of its own
         _decline(optimizer)
+        _searched.add(optimizer)
         return
+    known = boundary_of(optimizer)
     try:
+        models = compat.models_of_weights(params_of(optimizer))
+        if search:
+            _guard_found(optimizer, models, options)
+        if not masters:
+            return
         with attached([optimizer]) as [boundary]:
-            boundary.masters = _masters_for(boundary.optimizer, options)
+            boundary.masters = _masters_for(boundary.optimizer, models, options)
     except Exception as error:  # a script must not fail because of autoamp
         if options.strict:
             raise
@@ -221,6 +236,26 @@ def take_on(optimizer: Optimizer) -> None:
         _met_by_masters.add(boundary)
     meter_of(boundary.optimizer)
     _say_made(boundary.masters, options)
+
+
+def _guard_found(
+    optimizer: Optimizer, models: Sequence[torch.nn.Module], options: Options
+) -> None:
+    """Guards the half-precision models that an optimizer trains and nobody named."""
+    _searched.add(optimizer)
+    params = params_of(optimizer)
+    guarding = [s for s in _scalings if s.ledger.guards and has_half(s.weights)]
+    for model in models:
+        inside = set(map(id, compat.modules_of(model)))
+        # Where a part of the model is guarded, every gradient is looked at.
+        if not any(id(part) in inside for s in guarding for part in s.models):
+            guard_half(compat.inside_wrappers(model), options, automatic=True)
+    if not models:  # the script calls functions with its weights
+        scaling = new_scaling(options, NoLossScale(), class_name(optimizer))
+        scaling.ledger.note_low()
+        scaling.ledger.note_leaves(params)
+        _found.add(scaling)
+        attach(optimizer).link(scaling)
 
 
 def before_unscaling(optimizer: Optimizer) -> None:
@@ -264,12 +299,9 @@ def _decline(optimizer: Optimizer) -> None:
     _declined.add(optimizer)
 
 
-def _wants_masters(optimizer: Optimizer) -> bool:
-    """Whether an optimizer trains half-precision weights, and none was declined."""
-    return trains_half(optimizer) and optimizer not in _declined
-
-
-def _masters_for(optimizer: Optimizer, options: Options) -> Masters:
+def _masters_for(
+    optimizer: Optimizer, models: Sequence[torch.nn.Module], options: Options
+) -> Masters:
     """The masters of an optimizer that nobody named.
 
     They are saved by the names that the outermost modules have for the weights.
@@ -277,7 +309,6 @@ def _masters_for(optimizer: Optimizer, options: Options) -> Masters:
     params = params_of(optimizer)
     masters = Masters(optimizer, split=options.masters != "fp32")
     try:
-        models = compat.models_of_weights(params)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # A model that was not found may be inside DistributedDataParallel.
             found = {id(p) for model in models for p in model.parameters()}
@@ -365,7 +396,7 @@ def detach_from(model: torch.nn.Module) -> None:
     BACKWARDS.drop(held)
     for boundary in list(BOUNDARIES):
         # A model that was not converted has no part in masters that nobody asked for.
-        alone = boundary in _met_by_masters and not boundary.scalings
+        alone = boundary in _met_by_masters and _found.issuperset(boundary.scalings)
         if not alone and any(id(p) in held for p in boundary.params):
             detach(boundary)
 
@@ -408,34 +439,68 @@ def new_scaling(
     return scaling
 
 
-def guard_masters(
-    boundary: OptimizerBoundary, model: torch.nn.Module, options: Options, label: str
-) -> None:
-    """Guards steps of fp32 masters whose half-precision model is not captured.
+def guard_half(
+    model: torch.nn.Module, options: Options, *, automatic: bool = False
+) -> ModelScaling:
+    """Guards the steps of a half-precision model that no graph of ours runs.
+
+    A model has one such scaling, whatever optimizers train it.
 
     Args:
-        model: the model, none of whose calls is changed.
+        automatic: whether the automatic mode found the model; no user named it.
     """
-    if boundary.masters is None:
-        return
-    # A second `convert` of the same model guards by the scaling that is there.
-    known = [s for s in boundary.scalings if any(m is model for m in s.models)]
-    # The scaling, which lives as long as the boundary, must not keep the model alive.
+    known = (halves.guards_around if automatic else halves.guards)(model)
+    if known is not None:
+        if not automatic:
+            _found.discard(known)
+            guard.begin(known, options)
+        return known
+    # The scaling lives as long as the model, and must not keep the model alive.
     ref = weakref.ref(model)
 
     def alive(_: ModelScaling) -> list[torch.nn.Module]:
         return [each for each in [ref()] if each is not None]
 
-    for scaling in known or [new_scaling(options, NoLossScale(), label, alive)]:
-        scaling.ledger.note_low()
-        guard.begin(scaling, options)
-        boundary.link(scaling)
+    scaling = new_scaling(
+        options, NoLossScale(), class_name(model), alive, automatic=automatic
+    )
+    scaling.ledger.note_low()
+    halves.begin(model, scaling)
+    if automatic:
+        _found.add(scaling)
+    return scaling
+
+
+def guard_captured(model: torch.nn.Module, scaling: ModelScaling) -> None:
+    """Guards a model that is captured now, and trains some half-precision weights.
+
+    Where its graphs would not pay, the model runs its own code as if it had none.
+    """
+    scaling.ledger.note_low()
+    known = halves.guards(model)
+    if known is not None and known.low is None:
+        for boundary in [each for each in list(BOUNDARIES) if known in each.scalings]:
+            boundary.link(scaling)
+            boundary.scalings.remove(known)
+        _found.discard(known)
+        end_scaling(known)
+    halves.begin(model, scaling)
+
+
+def unguard_half(model: torch.nn.Module) -> None:
+    """Undoes `guard_captured`, and `guard_half` for a model that the user has named."""
+    scaling = halves.guards(model)
+    if scaling is not None and scaling.low is not None:
+        halves.end(model)
+    elif scaling is not None and scaling not in _found:
+        retire(scaling)
 
 
 def end_scaling(scaling: ModelScaling) -> None:
     """Meets no optimizers for `scaling` any more; the last scaling takes the hook."""
     _scalings.discard(scaling)
     guard.end(scaling)
+    halves.end_all(scaling)
     _set_hook()
 
 
@@ -517,6 +582,14 @@ def expect_models(
             _take_masters(boundary)
             if not boundary.scalings:
                 detach(boundary)
+    for scaling in list(_found):
+        if options is None:
+            _found.discard(scaling)
+            retire(scaling)
+        else:
+            guard.begin(scaling, options)
+    if options is None:
+        _searched.clear()
     return _before_step if taken else None
 
 

@@ -79,9 +79,15 @@ class Written(NamedTuple):
 
 
 class Buffers:
-    """Copies of the buffers that graphs have written to since the last step."""
+    """Copies of the buffers that graphs, and other calls, wrote to since the last step.
+
+    Attributes:
+        whole: whether a call is running for which all buffers of its model were kept;
+            then a graph in it keeps none.
+    """
 
     def __init__(self) -> None:
+        self.whole = False
         self._kept: dict[int, _Kept] = {}
         self._spare: dict[int, _Kept] = {}  # memory of the copies of the step before
 
@@ -89,13 +95,16 @@ class Buffers:
         """Copies what a run is about to write to, unless a run since the step has.
 
         A buffer that other code has written to meanwhile (`load_state_dict`) is copied
-        anew: that write is not undone.
+        anew: that write is not undone.  DistributedDataParallel writes to buffers
+        before each forward; there the first copy stays.
         """
-        fresh = []
+        if self.whole:
+            return
+        fresh, others = [], not compat.writes_buffers(compat.active_ddp())
         for buffer in written:
             known, version = self._kept.get(id(buffer)), compat.version(buffer)
             # Code outside of graphs has written to the buffer since: its write stays.
-            if known is None or known.after != version:
+            if known is None or (others and known.after != version):
                 fresh.append(buffer)
         if not fresh or any(map(compat.is_batch, fresh)):
             return
@@ -149,5 +158,7 @@ class Buffers:
 
     def forget(self) -> None:
         """Lets the writes be: a step was taken."""
+        if self.whole:
+            return
         self._kept, self._spare = {}, self._kept or self._spare
         HOLDING.discard(self)

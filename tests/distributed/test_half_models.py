@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import autoamp
+from autoamp import compat
 from tests.distributed.ranks import Ranks
 from tests.training.half_programs import BF16, FP16, FP32, STEPS, Net, adam, batch
 
@@ -221,3 +222,62 @@ def test_resumed_on_as_many_ranks_and_on_one(
     assert loaded == pytest.approx(saved, rel=1e-7)
     # The sum over other shards of the same numbers rounds otherwise.
     assert alone == pytest.approx(after, rel=1e-3, abs=1e-2)
+
+
+# -- a bad batch -----------------------------------------------------------------------
+
+
+def _spoiled(
+    rank: int, wrap: str, parts: int
+) -> tuple[list[bool], list[bool], list[Tensor]]:
+    """Trains; in step 1 the first batch of rank 1 is bad.
+
+    Returns:
+        For each step whether it was skipped, and whether buffers and weights changed;
+        the weights in the end.
+    """
+    torch.manual_seed(0)
+    layers = nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 8)
+    net = nn.Sequential(*layers).to(BF16)
+    skipped, changed = [], []
+    with automatic():
+        model = fully_shard(net) if wrap == "fsdp2" else DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+        def state() -> list[Tensor]:
+            weights = [compat.local_part(p.detach()) for p in net.parameters()]
+            return [t.clone() for t in (*weights, *net.buffers())]
+
+        for step in range(3):
+            # DistributedDataParallel gives each rank the buffers of rank 0.
+            if wrap == "ddp":
+                for buffer in net.buffers():
+                    dist.broadcast(buffer, 0)
+            before = state()
+            for part in range(parts):
+                x = torch.randn(4, 8, dtype=BF16)
+                if (step, part, rank) == (1, 0, 1):
+                    x = x * torch.nan
+                model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            skipped.append(bool(getattr(optimizer, "step_was_skipped", False)))
+            changed.append(not all(map(torch.equal, state(), before)))
+        return skipped, changed, [p.detach() for p in map(_whole, net.parameters())]
+
+
+def _whole(param: Any) -> Tensor:
+    return param.full_tensor() if hasattr(param, "full_tensor") else param
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_every_rank_skips_a_bad_batch_and_keeps_its_state(
+    wrap: str, parts: int, two: Ranks
+) -> None:
+    results = two.run(_spoiled, wrap, parts)
+    for skipped, changed, weights in results:
+        assert skipped == [False, True, False]
+        assert changed == [True, False, True]
+        assert all(map(torch.equal, weights, results[0][2]))
+        assert all(bool(w.isfinite().all()) for w in weights)
