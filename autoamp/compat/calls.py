@@ -13,6 +13,7 @@ torch then calls in the place of the module's own code.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -42,7 +43,7 @@ class Around(Protocol):
     """Surrounds the calls of modules; a compiler that records a call leaves it out."""
 
     def begin(self, module: nn.Module) -> Any:
-        """Is called before each call; None asks that the call's end be not told."""
+        """Is called before a call from outside; None asks that its end be not told."""
 
     def end(self, begun: Any) -> None:
         """Is called with what `begin` gave, also after a call that raises."""
@@ -50,6 +51,15 @@ class Around(Protocol):
 
 _AROUND: dict[int, Around] = {}
 """For the `id` of a module, what surrounds its calls."""
+
+
+class _Thread(threading.local):
+    """What surrounds the innermost surrounded call that this thread is in."""
+
+    around: Around | None = None
+
+
+_THREAD = _Thread()
 
 _HOOK: list[Any] = []
 """Torch's handle of the hook that hears of new modules, while there are listeners."""
@@ -72,20 +82,22 @@ class _Read:
         if told is not None and module is not None:
             _tell(told, module, frame_callback() is None)
         if _AROUND and module is not None:
-            around = _AROUND.get(id(uncompiled(module)))
-            if around is not None:
+            around = _AROUND.get(id(module)) or _AROUND.get(id(uncompiled(module)))
+            # Torch reads the attribute twice for a call, with one answer in a thread.
+            if around is not None and around is not _THREAD.around:
                 return functools.partial(_surrounded, around, module)
         return None
 
 
 def _surrounded(around: Around, module: Any, /, *args: Any, **kwargs: Any) -> Any:
-    begun = around.begin(uncompiled(module))
-    if begun is None:
-        return module._call_impl(*args, **kwargs)
+    begun, outer = around.begin(uncompiled(module)), _THREAD.around
+    _THREAD.around = around
     try:
         return module._call_impl(*args, **kwargs)
     finally:
-        around.end(begun)
+        _THREAD.around = outer
+        if begun is not None:
+            around.end(begun)
 
 
 @never_captured
