@@ -141,6 +141,11 @@ def is_joining(ddp: Any) -> bool:
     return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
 
 
+def leaves_out(ddp: Any) -> bool:
+    """Whether there are gradients in the model of `ddp` that it does not reduce."""
+    return bool(getattr(ddp, "parameters_to_ignore", ()))
+
+
 def has_communication_hook(ddp: Any) -> bool:
     """Whether code besides a plain all-reduce makes the gradients that `ddp` gives."""
     return bool(ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"))

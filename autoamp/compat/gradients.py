@@ -118,6 +118,21 @@ def unscale_and_check(
     torch._amp_foreach_non_finite_check_and_unscale_([*grads], found_inf, inv_scale)
 
 
+def infinities_to_nan_(grads: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
+    """Makes the infinities in fp32 `grads`, of one device, NaN, where there are any.
+
+    Args:
+        found_inf: 0 where all of `grads` are finite.
+    """
+    if found_inf.is_cpu:
+        if found_inf:
+            for grad in grads:
+                grad.nan_to_num_(torch.nan, torch.nan, torch.nan)
+        return
+    # x + 0 (x - x): one op for all, without a wait for the flag.
+    torch._foreach_lerp_([*grads], [*grads], 0.0)
+
+
 def clear_flag(device: torch.device | str = "cpu") -> torch.Tensor:
     """A flag for an overflow, one fp32 element, that is not set."""
     return torch.zeros(1, dtype=torch.float32, device=device)
@@ -224,6 +239,67 @@ def accumulate_in(param: torch.Tensor, dtype: torch.dtype) -> None:
 
 backward_id = torch._C._current_graph_task_id
 """A number that tells the backward pass that is running from all others."""
+
+
+def at_backward_end(callback: Callable[[], None]) -> None:
+    """Has `callback` be called when the running backward has ended without an error."""
+    # FSDP2 ends its reductions by the same queue.
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def receives_gradient(leaf: torch.Tensor) -> bool:
+    """Whether the running backward computes the gradient of `leaf`, or may do so."""
+    if not leaf.requires_grad:
+        return False
+    with torch.enable_grad():  # `get_gradient_edge` takes twice as long
+        use = leaf.view_as(leaf).grad_fn
+    return use is None or _is_reached(use.next_functions[0][0])
+
+
+def leaves_that_receive(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The leaves behind `nodes` of autograd's graph that get gradients in this pass."""
+    seen: dict[int, Any] = {}
+    left = [node for node in nodes if node is not None]
+    while left:
+        node = left.pop()
+        if id(node) in seen:
+            continue
+        seen[id(node)] = node  # kept, since ids are of use only while objects live
+        leaf = getattr(node, "variable", None)
+        if leaf is None:
+            left += [each for each, _ in node.next_functions if each is not None]
+        elif _is_reached(node):
+            yield leaf
+
+
+def _is_reached(node: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except (AttributeError, RuntimeError):
+        # Of a leaf that `autograd.grad` was asked for torch gives no answer: "A leaf
+        # node was passed to _will_engine_execute_node".
+        return True
+
+
+def largest_magnitude(grad: torch.Tensor) -> torch.Tensor | None:
+    """The largest magnitude in `grad`, 0-dim fp32, without a wait; NaN if one is NaN.
+
+    None for other layouts than dense.
+    """
+    part: Any = grad.detach() if grad.requires_grad else grad
+    if type(part) is not torch.Tensor and hasattr(part, "to_local"):
+        part = part.to_local()
+    if type(part) is not torch.Tensor or part.layout != torch.strided:
+        return None
+    count = part.numel()
+    if not count:
+        return None
+    if count <= _SMALL:  # one op
+        largest: torch.Tensor = torch.linalg.vector_norm(part, math.inf)
+        return largest.float()
+    # On a CPU an infinity norm of many numbers takes six times as long.
+    low, high = torch.aminmax(torch.view_as_real(part) if part.is_complex() else part)
+    return torch.maximum(-low, high).float()
 
 
 def written_in(node: Any) -> list[str]:

@@ -74,9 +74,9 @@ def loss_scale_of(scaling: ModelScaling) -> LossScaleReport | None:
 
     None for a model without loss scaling, unless a step of it has been skipped.
     """
-    if not scaling.enabled and not scaling.domain.loss_scale.skipped_steps:
+    if not scaling.enabled and not scaling.own_scale.skipped_steps:
         return None
-    scale = scaling.domain.loss_scale
+    scale = scaling.own_scale
     return LossScaleReport(
         kind=class_name(scale),
         scale=scale.scale,

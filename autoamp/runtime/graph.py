@@ -24,7 +24,7 @@ from autoamp.passes.decide.devices import main_device
 from autoamp.passes.node_by_node import GradientSizes, Observer, Runner
 from autoamp.passes.record import Edge, Prepared, Rewritten
 from autoamp.runtime.ranges import refreshed_in_range, with_ranges
-from autoamp.training.attach import inputs_of_run
+from autoamp.training.attach import before_run
 from autoamp.training.buffers import Written
 from autoamp.training.leaves import Origins
 from autoamp.training.ledger import GraphRun, watch
@@ -172,26 +172,27 @@ def scaled(
             SHARDED.note_wide([args[i] for i in wide])
         origin = origins.of(args)
         tensors, leaves = origin.leaves(args)
-        extra = inputs_of_run(scaling, edge.devices, tensors)
-        # Each run has flags of its own: two forwards may be alive at once, and their
-        # backwards come in any order.
-        graph_run = GraphRun(scaling, origin, leaves, extra)
+        before_run(scaling, tensors)
+        # Each run has a scale and flags of its own: two forwards may be alive at once,
+        # and their backwards come in any order.
+        before = [args[i].grad_fn for i in origin.computed]
+        graph_run = GraphRun(scaling, origin, leaves, edge.devices)
+        extra = graph_run.edge
         fresh, run = captured.steps()
         copies = () if fresh is None else fresh([args[i] for i in slots])
         if watches and (scaling.skip_watch.watching or scaling.wants_size):
             observers: list[Observer] = [Held()]
             if scaling.wants_size:
-                observers.append(GradientSizes(graph_run.begin_sizes(extra)))
+                graph_run.magnitudes = []
+                observers.append(GradientSizes(graph_run.magnitudes))
             if scaling.skip_watch.watching:
                 observers.append(_recorder(scaling.skip_watch, captured))
             results = Runner(captured.gm, observers).run(*args, *copies, *extra)
         else:
             results = run(*args, *copies, *extra)
-        watch(graph_run, results, tensors)
         # A backward may begin at an input that the graph has written to, and reach none
         # of its results.
-        if edge.written:
-            watch(graph_run, [args[i] for i in edge.written], tensors)
+        watch(graph_run, [*results, *(args[i] for i in edge.written)], tensors, before)
         return results
 
     return call_scaled

@@ -40,7 +40,7 @@ from autoamp.runtime.record import Record
 from autoamp.training.options import Options
 from autoamp.training.remedy import Remedy
 from autoamp.training.scale import NoLossScale
-from autoamp.training.scaling import ModelScaling, ScaleDomain
+from autoamp.training.scaling import ModelScaling
 
 OP = "autoamp_op"
 """The note at a node of the exported graph: the name in the report of its op."""
@@ -210,7 +210,7 @@ def placed(
     """
     options = options.replace(backend="eager", loss_scale="off")
     label = class_name(graph.model)
-    record = Record(label, low, ModelScaling(ScaleDomain(NoLossScale()), label))
+    record = Record(label, low, ModelScaling(NoLossScale(), label))
     engine = Engine(options, record, device=device, price=price)
     with torch.no_grad():
         prepared = engine.prepared(graph.gm, graph.fakes)

@@ -13,7 +13,7 @@ import logging
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from autoamp.training.boundary import (
     innermost,
     params_of,
 )
-from autoamp.training.ledger import BACKWARDS, lower_where_nobody_steps
+from autoamp.training.ledger import BACKWARDS, GraphRun
 from autoamp.training.masters import Masters, has_half
 from autoamp.training.meter import METERS, meter_of
 from autoamp.training.options import Options
@@ -45,15 +45,15 @@ from autoamp.training.ranks import (
     team_of,
 )
 from autoamp.training.remedy import Remedy
-from autoamp.training.scale import LossScale, NoLossScale
-from autoamp.training.scaling import ModelScaling, ScaleDomain
+from autoamp.training.scale import LossScale, NoLossScale, free_to_read
+from autoamp.training.scaling import ModelScaling
 from autoamp.training.separable import body_of
 from autoamp.training.step import (
     Way,
     evaluated,
-    gather,
     judge,
     leaves_to_scaler,
+    not_finite,
     take,
 )
 from autoamp.training.uncalled import tell_of_uncalled
@@ -391,9 +391,6 @@ def detach_from(model: torch.nn.Module) -> None:
     modules = compat.modules_of(model)
     values = [p for each in modules for p in compat.parameters_here(each).values()]
     held = {id(p): p for p in values if p is not None}
-    # Otherwise the hook, kept for another model, would find past runs of this model's
-    # and meet the optimizer again.
-    BACKWARDS.drop(held)
     for boundary in list(BOUNDARIES):
         # A model that was not converted has no part in masters that nobody asked for.
         alone = boundary in _met_by_masters and _found.issuperset(boundary.scalings)
@@ -423,7 +420,7 @@ def new_scaling(
         label, find_models, on_remedy, low, automatic, on_step: as for `ModelScaling`.
     """
     scaling = ModelScaling(
-        ScaleDomain(loss_scale),
+        loss_scale,
         label,
         low=low,
         asked=options.loss_scale != "auto",
@@ -514,15 +511,8 @@ def retire(scaling: ModelScaling) -> None:
                 detach(boundary)
 
 
-def inputs_of_run(
-    scaling: ModelScaling,
-    devices: Iterable[torch.device],
-    leaves: Sequence[torch.Tensor],
-) -> list[torch.Tensor]:
-    """The extra inputs of a graph that is scaled at its edge, for one run.
-
-    For each device the inputs are the loss scale, its inverse, and a new flag for the
-    overflows of the run.
+def before_run(scaling: ModelScaling, leaves: Sequence[torch.Tensor]) -> None:
+    """Called before each run of a graph that is scaled at its edge.
 
     Args:
         leaves: the tensors whose gradients the run fills.
@@ -533,9 +523,7 @@ def inputs_of_run(
         _meet_optimizers(scaling, leaves)
     if ledger.scalers:
         ledger.a_scaler_scales()
-    if not ledger.stepped:
-        lower_where_nobody_steps(scaling)
-    return scaling.edge_inputs(devices)
+    BACKWARDS.settle(scaling)
 
 
 def _meet_optimizers(scaling: ModelScaling, weights: Sequence[torch.Tensor]) -> None:
@@ -612,8 +600,13 @@ def _before_step(
         wanted = bool(_expecting) and _expecting[0].masters != "off"
         if wanted and not _has_masters(optimizer) and has_half(params_of(optimizer)):
             _say_compiled()
-        return None
-    known = boundary_of(optimizer) is not None
+        name = type(optimizer).__name__
+        return None if _is_whole(name) else _in_python(optimizer, args, kwargs)
+    boundary = boundary_of(optimizer)
+    known, judged_already = (
+        boundary is not None,
+        boundary is not None and boundary.inside,
+    )
     if _expecting:
         take_on(optimizer)
     # Models that were garbage-collected, not reverted, have left the hook behind.
@@ -631,13 +624,33 @@ def _before_step(
     tell_of_uncalled(optimizer, _scalings)
     if compat.are_several() and not have_shaken_hands(optimizer):
         _shake_hands(optimizer)
-    changed = None if known else _first_step(optimizer, args[1:], kwargs)
+    changed = None if judged_already else _judge_begun(optimizer, args[1:], kwargs)
     if changed is None or changed[0][0] is optimizer:
         # Announced writes cost nothing; a write that meets a sentinel first copies the
         # whole weight to a new address.  The empty optimizer of a skipped step writes
         # nothing, so that copies and sentinels stay.
         before_write(params_of(optimizer))
     return changed
+
+
+# Where the user compiles the step, the compiler is to leave this call alone.
+_in_python = torch.compiler.disable(_before_step)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_whole(name: str) -> bool:
+    """Whether a step is compiled as one graph, in which no Python of ours can stand."""
+    _, may_break = compat.tracing_backend()
+    if not may_break:
+        log_once(
+            logger,
+            logging.WARNING,
+            f"autoamp: a step of {name} is compiled with fullgraph=True, so that it "
+            "cannot be skipped: a gradient that is not finite will be written, and "
+            "half-precision weights get no fp32 masters. Compile the step without "
+            "fullgraph, or take it outside of torch.compile",
+        )
+    return not may_break
 
 
 def _shake_hands(optimizer: Optimizer) -> None:
@@ -655,10 +668,10 @@ _strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionar
 """Optimizers of no converted model, with how many conversions there were then."""
 
 
-def _first_step(
+def _judge_begun(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Judges a step that began when its optimizer had no boundary.
+    """Judges a step that has begun without the boundary's `step`.
 
     Returns:
         The changed arguments, with the optimizer, or None.
@@ -669,13 +682,14 @@ def _first_step(
     if closure and not (writes and closures.has_gradients(optimizer)):
         # The whole first iteration of the model may be inside the closure.
         _, args, kwargs = evaluated(args, kwargs, params if writes else ())
-    owners = _owners(optimizer, params)
-    evidence = gather(params, -1)
-    if not (evidence.runs or evidence.elsewhere or owners):
-        return ((optimizer, *args), kwargs) if closure else None
-    boundary = attach(optimizer)
-    for scaling in owners:
-        boundary.link(scaling)
+    boundary = boundary_of(optimizer)
+    if boundary is None:
+        owners = _owners(optimizer, params)
+        if not owners:
+            return ((optimizer, *args), kwargs) if closure else None
+        boundary = attach(optimizer)
+        for scaling in owners:
+            boundary.link(scaling)
     if not leaves_to_scaler(boundary):
         # LBFGS evaluates its closure many times: each evaluation is judged for itself.
         many = isinstance(optimizer, torch.optim.LBFGS)
@@ -691,16 +705,34 @@ def _first_step(
 
 
 def _owners(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[ModelScaling]:
-    """The models for whose sake the step is judged although no run may tell so.
+    """The models for whose sake the steps of an optimizer are judged.
 
-    These are the models that ranks agree about, that guard the step without a loss
-    scale, and that are told of their steps.
+    These are the models that ranks agree about, whose weights or trained inputs the
+    optimizer holds, that have passed an overflow on to weights of no graph, and that
+    are told of their steps.
     """
-    owners = owners_of(params, judged(_scalings))
-    owners += [s for s in guard.guards_of(optimizer, params) if not s.enabled]
+    owners = owners_of(params, judged(_scalings)) + guard.guards_of(optimizer, params)
+    held = {id(p): p for p in params}
+    runs = [run for run in BACKWARDS.runs if run.leaves.are_among(held)]
+    passed = [run for run in BACKWARDS.unread() if _passed_on(run)]
+    grads = [p.grad for p in params if p.grad is not None] if passed else []
+    if grads:
+        flag = not_finite(grads)
+        # A flag on a device is not read, since the host would wait.
+        runs += passed if not free_to_read(flag) or bool(flag) else []
+    owners += [run.scaling for run in runs if run.scaling in _scalings]
     told = [s for s in _scalings if s.on_step and s not in owners]
-    held = {id(p) for p in params} if told else set()
-    return owners + [s for s in told if not held.isdisjoint(map(id, s.weights))]
+    owners += [s for s in told if not held.keys().isdisjoint(map(id, s.weights))]
+    return [*dict.fromkeys(owners)]
+
+
+def _passed_on(run: GraphRun) -> bool:
+    """Whether an overflow may have left a run for weights of other graphs, or none."""
+    if not run.origin.computed or run.origin.graph() is None:
+        return False
+    # Another rank's run may have overflowed.
+    flags = () if compat.are_several() else run.found_inf
+    return not flags or any(not free_to_read(flag) or bool(flag) for flag in flags)
 
 
 def _without_weights(optimizer: Optimizer) -> Optimizer:

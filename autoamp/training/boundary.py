@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from autoamp.errors import CheckpointError
-from autoamp.training.ledger import GraphRun, Sizes
 from autoamp.training.masters import Masters, without_masters
 from autoamp.training.scale import (
     DynamicLossScale,
@@ -80,12 +79,9 @@ class OptimizerBoundary:
         pending: saved loss scales of models that the optimizer has yet to meet.
         masters: the masters of the optimizer's half-precision parameters; None where
             there are none.
-        last_read: number of the last run whose flags were read.
+        last_read: number of the last run that the last step was told of.
         steps: how often `step` was called.
-        skipped_before: whether the last step is known to have been skipped.
-        unsure: the runs of the last steps whose flags only a kernel has read.
-        passed: the runs of the evaluations of one step, so far without overflow.
-        passed_sizes: how large gradients were in each of these evaluations.
+        inside: whether the optimizer's own step runs, and has been judged.
         writes_first: whether the step may write before it evaluates its closure.
         listeners: `ModelScaling.on_step` of all models that the optimizer steps.
         wrappers: the optimizers round this one that show whether a step was skipped.
@@ -102,10 +98,7 @@ class OptimizerBoundary:
         self.masters: Masters | None = None
         self.last_read = -1
         self.steps = 0
-        self.skipped_before = False
-        self.unsure: Sequence[GraphRun] = ()
-        self.passed: list[GraphRun] = []
-        self.passed_sizes: list[Sizes] = []
+        self.inside = False
         self.writes_first = True
         self.listeners: Sequence[Callable[..., None]] = ()
         self.wrappers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -122,21 +115,16 @@ class OptimizerBoundary:
             self._outer = weakref.ref(outer)
 
     @property
-    def scale_of_each(self) -> list[LossScale]:
-        """The loss scale of each of the optimizer's models; several may share one."""
-        return [s.domain.loss_scale for s in self.scalings if s.enabled]
-
-    @property
-    def loss_scales(self) -> list[LossScale]:
-        """The loss scales of the optimizer's models, each once."""
-        return list({id(s): s for s in self.scale_of_each}.values())
+    def scaled(self) -> list[ModelScaling]:
+        """The optimizer's models that have a loss scale."""
+        return [scaling for scaling in self.scalings if scaling.enabled]
 
     def link(self, scaling: ModelScaling) -> None:
         """Notes that the optimizer steps weights of a model."""
         scaling.ledger.stepped = True
         if scaling not in self.scalings:
             if self.pending and scaling.enabled:
-                self._load([scaling.domain.loss_scale], self.pending)
+                self._load([scaling], self.pending)
             self.scalings.append(scaling)
             self.listeners = (*self.listeners, *scaling.on_step)
 
@@ -170,7 +158,7 @@ class OptimizerBoundary:
         whole: list[dict[str, Any]] = []
 
         def save(_: Optimizer, state: dict[str, Any]) -> None:
-            scales = [s.state_dict() for s in self.scale_of_each] + self.pending
+            scales = [s.own_scale.state_dict() for s in self.scaled] + self.pending
             if scales and state["param_groups"]:
                 state["param_groups"][0][KEY] = {"loss_scales": scales}
             if self.masters is not None:
@@ -186,16 +174,15 @@ class OptimizerBoundary:
             groups = [dict(group) for group in state["param_groups"]]
             if groups and KEY in groups[0]:
                 scales = _checked(groups[0].pop(KEY))
-                for scale, saved in zip(self.scale_of_each, scales, strict=False):
-                    # Everything is checked before torch changes anything: a state that
-                    # does not fit changes nothing.
-                    scale.check(saved)
+                # Everything is checked before torch changes anything: a state that does
+                # not fit changes nothing.
+                _check(self.scaled, scales)
                 loaded.append(scales)
             return {**state, "param_groups": groups, "state": without_masters(state)}
 
         def after_load(_: Optimizer) -> None:
             for scales in loaded:
-                self._load(self.scale_of_each, scales)
+                self._load(self.scaled, scales)
             if self.masters is not None:
                 # Masters take the state as it was given: torch has cast its own copy of
                 # it to the parameters' half dtype.
@@ -211,19 +198,30 @@ class OptimizerBoundary:
         # The state may have been loaded before the optimizer was met.
         for group in optimizer.param_groups[:1]:
             if KEY in group:
-                self._load(self.scale_of_each, _checked(group.pop(KEY)))
+                self._load(self.scaled, _checked(group.pop(KEY)))
 
-    def _load(self, scales: list[LossScale], saved: list[Any]) -> None:
+    def _load(self, scalings: list[ModelScaling], saved: list[Any]) -> None:
         """Loads saved loss scales, in order; the rest is for models met later.
+
+        This run's own settings stay, and a warning tells of those of a checkpoint that
+        are others.
 
         Raises:
             LossScaleError: a saved scale does not fit; nothing is changed.
         """
-        for scale, state in zip(scales, saved, strict=False):
-            scale.check(state)
-        for scale, state in zip(scales, saved, strict=False):
-            scale.load_state_dict(state)
-        self.pending = saved[len(scales) :]
+        _check(scalings, saved)
+        for scaling, state in zip(scalings, saved, strict=False):
+            why = scaling.own_scale.resume(state, asked=scaling.asked)
+            if why:
+                logger.warning(
+                    "autoamp: %s: the loss scale of the checkpoint is not taken over "
+                    "as it is: %s. Training goes on with %r at %g",
+                    scaling.label,
+                    why,
+                    scaling.own_scale,
+                    scaling.own_scale.scale,
+                )
+        self.pending = saved[len(scalings) :]
 
     # -- wrappers --------------------------------------------------------------------
     #
@@ -280,6 +278,13 @@ def _is_behind(wrapper: Optimizer) -> bool:
     """Whether the mark is a property that reads an attribute, as accelerate's is."""
     mark = inspect.getattr_static(type(wrapper), _MARK, None)
     return isinstance(mark, property) and _BEHIND in vars(wrapper)
+
+
+def _check(scalings: Sequence[ModelScaling], saved: Sequence[Any]) -> None:
+    """Raises LossScaleError where one of the loss scales `saved` cannot be used."""
+    for scaling, state in zip(scalings, saved, strict=False):
+        if scaling.own_scale.is_like(state):
+            scaling.own_scale.check(state)
 
 
 def check_loaded(optimizer: Optimizer) -> None:

@@ -11,7 +11,7 @@ result as in a run without overflow.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,18 +21,16 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.errors import LossScaleError
 from autoamp.training.boundary import OptimizerBoundary, Step, closure_of, params_of
-from autoamp.training.ledger import Sizes
-from autoamp.training.scale import DynamicLossScale
 from autoamp.training.step import (
+    Reading,
     Way,
     agree,
+    count_skipped,
     leaves_to_scaler,
     mark,
     note_overflow,
     read,
     settle_buffers,
-    unscaled,
-    update_scales,
 )
 
 
@@ -74,6 +72,7 @@ def step(
     before = _Snapshot(boundary) if many or boundary.writes_first else None
     judged = _Judged(boundary, closure, before)
     args, kwargs = _with_closure(judged, args, kwargs)
+    boundary.inside = True
     try:
         result = inner(*args, **kwargs)
         if not judged.called and _judge_evaluation(boundary) is not Way.STEP:
@@ -85,6 +84,8 @@ def step(
     except LossScaleError:
         judged.put_back()
         raise
+    finally:
+        boundary.inside = False
     boundary.writes_first = judged.written
     _end_evaluations(boundary, skipped=False)
     return result
@@ -178,9 +179,6 @@ class _Judged:
 def _judge_evaluation(boundary: OptimizerBoundary) -> Way:
     """Judges one evaluation of a closure, which has just ended.
 
-    An evaluation that overflowed moves loss scales at once; the evaluations without
-    overflow move the scales together, when the step ends.
-
     Raises:
         LossScaleError: gradients overflow at the lowest loss scale allowed.
     """
@@ -189,55 +187,30 @@ def _judge_evaluation(boundary: OptimizerBoundary) -> Way:
     if overflow:
         # Only LBFGS's closure may be called once more: Lightning passes the whole
         # `training_step` as a closure, which must run once a step.
-        way = Way.RETRY if _can_retry(boundary) else Way.SKIP
+        way = Way.RETRY if _may_be_cured(boundary, reading) else Way.SKIP
     boundary.log(way.value)
     if overflow:
         settle_buffers(boundary, reading, overflow)
-    if not reading.known:
-        return way
-    runs = note_overflow(boundary, reading, overflow)
-    if overflow:
-        update_scales(runs, reading.flag, reading.sizes, retries=True)
-    else:
-        boundary.passed += runs
-        boundary.passed_sizes.append(reading.sizes)
+    if reading.known:
+        note_overflow(boundary, reading, overflow)
     return way
 
 
-def _can_retry(boundary: OptimizerBoundary) -> bool:
-    """Whether the closure can be evaluated again, and the loss scale can be lowered."""
-    scales = boundary.loss_scales
-    lowers = bool(scales) and all(isinstance(s, DynamicLossScale) for s in scales)
-    return lowers and isinstance(boundary.optimizer, LBFGS)
+def _may_be_cured(boundary: OptimizerBoundary, reading: Reading) -> bool:
+    """Whether the closure can be evaluated again, and a loss scale is lower by now."""
+    lower = any(
+        run.overflowed and run.scaling.loss_scale.scale < float(run.used)
+        for run in reading.runs
+    )
+    return lower and isinstance(boundary.optimizer, LBFGS)
 
 
 def _end_evaluations(boundary: OptimizerBoundary, *, skipped: bool) -> None:
     """Ends a step of several evaluations: the step counts once, not once for each."""
-    flag = compat.clear_flag().fill_(float(skipped))
-    # All evaluations together move the scale as one clean step does: twenty evaluations
-    # of an LBFGS would let it grow twenty times as fast.
-    if not skipped:
-        sizes = _largest_of(boundary.passed_sizes)
-        update_scales(boundary.passed, flag, sizes, retries=True)
     for scaling in boundary.scalings:
         scaling.ledger.buffers.forget()
-    for scale in (*boundary.loss_scales, *unscaled(boundary.scalings)):
-        scale.count_skipped(flag)
-    boundary.passed, boundary.passed_sizes = [], []
+    count_skipped(boundary.scalings, compat.clear_flag().fill_(float(skipped)))
     mark(boundary, skipped)
-
-
-def _largest_of(evaluations: Sequence[Sizes]) -> Sizes:
-    """How large gradients were in several evaluations of one step."""
-    found: Sizes = {}
-    for sizes in evaluations:
-        for scale, largest in sizes.items():
-            before = found.get(scale, largest)
-            if before is None or largest is None:
-                found[scale] = None
-            else:
-                found[scale] = before.maximum(largest)
-    return found
 
 
 class _Snapshot:

@@ -1,7 +1,7 @@
 """The guard: finds the models for whose sake an optimizer's gradients must be finite.
 
-A graph that is not scaled carries no flag, and a flag would cost edges in every graph:
-so where there are no flags, the gradients themselves are looked at, once, at the step.
+The gradients themselves are looked at, once, at the step: code of the script's may have
+changed them since the graph gave them.
 """
 
 from __future__ import annotations
@@ -29,20 +29,32 @@ _known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary
 
 
 def begin(scaling: ModelScaling, options: Options) -> None:
-    """Lets `scaling` guard steps, where the user wants that."""
+    """Lets `scaling` guard steps where the user wants that, or has a loss scale."""
     end(scaling)
     _changes[0] += 1  # a model that is converted anew has left its old scaling
-    if options.guard:
-        scaling.ledger.guards = True
+    scaling.ledger.guards = options.guard
+    if options.guard or scaling.enabled:
         _guards.add(scaling)
 
 
 def end(scaling: ModelScaling) -> None:
     """Has `scaling` guard no step any more."""
-    if scaling.ledger.guards:
+    if scaling in _guards:
         scaling.ledger.guards = False
         _guards.discard(scaling)
         _changes[0] += 1
+
+
+def is_guarded(scaling: ModelScaling) -> bool:
+    """Whether gradients must be finite for the sake of a model that has been met.
+
+    A model of which nothing runs low counts only where it has a loss scale, or among
+    several ranks: another rank's graphs may run low, and all ranks are to agree on a
+    step.
+    """
+    ledger = scaling.ledger
+    low = ledger.guards and (ledger.runs_low or compat.are_several())
+    return low or scaling.enabled
 
 
 def cannot_read(optimizer: Optimizer) -> bool:
@@ -69,11 +81,7 @@ def cannot_read(optimizer: Optimizer) -> bool:
 def guards_of(
     optimizer: Optimizer, params: Sequence[torch.Tensor]
 ) -> list[ModelScaling]:
-    """The models with a guard whose weights, or trained inputs, are among `params`.
-
-    A model of which nothing runs low counts only among several ranks: another rank's
-    graphs may run low, and all ranks are to agree on a step.
-    """
+    """The models with a guard whose weights, or trained inputs, are among `params`."""
     if not _guards:
         return []
     # A search through the weights of all models at each step would cost more than the
@@ -89,10 +97,7 @@ def guards_of(
         found = [weakref.ref(s) for s in _guards if _trains(s, params)]
         known = _known[optimizer] = stamp, found
     alive = [s for s in (ref() for ref in known[1]) if s is not None]
-    if not alive:
-        return alive
-    several = compat.are_several()
-    return [s for s in alive if s.ledger.runs_low or several]
+    return [scaling for scaling in alive if is_guarded(scaling)]
 
 
 def _trains(scaling: ModelScaling, params: Sequence[torch.Tensor]) -> bool:

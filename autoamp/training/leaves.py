@@ -60,15 +60,15 @@ class Origin:
     Attributes:
         graph: a weak reference to the captured graph, which its runs may outlive.
         positions: the positions of the leaves among the graph's inputs.
-        passes_on: whether gradients leave the graph through inputs that were computed.
+        computed: the positions of computed inputs that gradients leave through.
     """
 
     def __init__(
-        self, graph: weakref.ref[Any], positions: list[int], passes_on: bool
+        self, graph: weakref.ref[Any], positions: list[int], computed: list[int]
     ) -> None:
         self.graph = graph
         self.positions = positions
-        self.passes_on = passes_on
+        self.computed = computed
         self._leaves: Leaves | None = None
 
     def leaves(self, args: Sequence[Any]) -> tuple[list[torch.Tensor], Leaves]:
@@ -103,11 +103,11 @@ class Origins:
         if pattern not in self._known:
             more = [i for i, leaf in zip(self._asked, pattern, strict=True) if leaf]
             given = set(self._asked).difference(more)
-            passes_on = not given.isdisjoint(self._exits)
+            computed = [i for i in self._exits if i in given]
             # Weights come first: runs are known by the memory of their first leaf, and
             # a caller's input may live for one run, or longer than the model.
             positions = [*self._always, *more]
-            self._known[pattern] = Origin(self._graph, positions, passes_on)
+            self._known[pattern] = Origin(self._graph, positions, computed)
         return self._known[pattern]
 
 

@@ -1,96 +1,70 @@
-"""The runs that backward passes have reached, until optimizers have read their flags.
+"""The runs that backward passes reach, and the loss scales that these passes move.
 
-Every run of a graph that is scaled at its edge is a `GraphRun`.  `watch` notes a run
-here once a backward reaches the run; optimizer steps then read the run's flags.
+Every run of a graph that is scaled at its edge is a `GraphRun`.  A backward that
+reaches a run sets the run's scale; where the backward ends, the run's flags move the
+loss scale.  What a step is decided by is no matter of runs: see `step`.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
+import math
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from autoamp import compat
+from autoamp.training.boundary import BOUNDARIES
 from autoamp.training.leaves import Leaves, Origin
+from autoamp.training.scale import DynamicLossScale, LossScale, free_to_read
 from autoamp.training.scaling import ModelScaling
 
 logger = logging.getLogger(__name__)
 
 KEPT = 64
-"""Runs kept after every known optimizer has read them: an optimizer that is met later,
-at its first step, may hold weights that the same backward reached."""
+"""The runs of past backwards that are kept, for messages and for optimizers that are
+met at their first step."""
 
-MOST = 1024
-"""Runs kept for an optimizer that does not step; older runs are merged."""
+ENTRY = 2.0**11
+"""The largest magnitude, scaled, of a gradient of several numbers that enters a graph.
 
-Sizes = dict[int, torch.Tensor | None]
-"""The largest fp16 gradient of a step by the `id` of the loss scale; None where it is
-not known.  A loss scale that no run of the step used has no entry."""
+So a loss that is a sum does not overflow at the scale that suits a mean.  On their way
+gradients have a factor of 32 to grow by, and of 10**10 to shrink by."""
 
-
-class BackwardPass:
-    """One backward pass, which moves a loss scale once, however many runs it reaches.
-
-    Attributes:
-        moved_by: the flag by which the loss scale has moved; None before.  Optimizers
-            that step inside the backward move the scale before all flags are known.
-    """
-
-    __slots__ = ("moved_by",)
-
-    def __init__(self) -> None:
-        self.moved_by: torch.Tensor | None = None
-
-    def note_move(self, flag: torch.Tensor) -> None:
-        """Notes that the loss scale has moved by `flag`."""
-        known = self.moved_by
-        self.moved_by = flag if known is None else flag.maximum(known.to(flag.device))
-
-    @property
-    def overflowed(self) -> bool:
-        """Whether the loss scale was lowered for the backward; may wait for a GPU."""
-        return self.moved_by is not None and bool(self.moved_by)
+_LEAST, _MOST = 2.0**-100, 2.0**126
+"""The range of scales by which a gradient that enters is scaled."""
 
 
 class GraphRun:
     """One run of a graph, whose backward may find an overflow.
 
     Attributes:
-        found_inf: one flag per device, set by the graph's own backward.
-        leaves: the leaf inputs whose `.grad` the backward fills.
+        scaling: the scaling of the model.
         origin: the graph, and which of its inputs are leaves.
-        backward_id: torch's id of the backward that reached the run; -1 before.
-        backward_pass: the same backward, with the flag by which the scale has moved.
+        leaves: the leaf inputs whose `.grad` the backward fills.
         number: the run's place in the order in which backwards reached the runs.
-        gone: ids of the leaves whose gradients were thrown away after the backward.
-        scale_moved: whether the loss scale has moved by all that the run found.
-        clean: whether the run is known to have found nothing.
-        magnitudes: the sizes of the fp16 gradients inside, at the run's loss scale, and
-            the inverse of that scale; None where the loss scale does not ask for them.
-        reduced: whether DistributedDataParallel reduces the run's gradients.
+        backward_id: torch's id of the backward that reached the run last; -1 before.
         recorded: whether a backward over the run was itself recorded (`create_graph`):
-            then a later backward may set the flags before it gets to the outputs.
+            then a later backward may set the flags without getting to the outputs.
+        entered: the largest magnitude of a gradient that entered, where it is known.
+        magnitudes: the sizes of the fp16 gradients inside, at the run's scale; None
+            where the loss scale does not ask for them.
     """
 
     __slots__ = (
-        "_open",
+        "_edge",
+        "_given",
+        "_scale",
         "backward_id",
-        "backward_pass",
-        "clean",
-        "found_inf",
-        "gone",
+        "entered",
         "leaves",
         "magnitudes",
         "number",
         "origin",
         "recorded",
-        "reduced",
-        "scale_moved",
         "scaling",
     )
 
@@ -99,44 +73,36 @@ class GraphRun:
         scaling: ModelScaling,
         origin: Origin,
         leaves: Leaves,
-        edge: Sequence[torch.Tensor],
+        devices: Iterable[torch.device],
     ) -> None:
-        """Args: `edge` holds the inputs that `inputs_of_run` gave for the run."""
         self.scaling = scaling
         self.origin = origin
         self.leaves = leaves
-        # `edge` holds scale, inverse and flag for each device.
-        self.found_inf = edge[2::3]
-        self.reduced = compat.active_ddp() is not None
-        self.backward_id = -1
-        self.backward_pass = BackwardPass()
-        self.number = -1
-        self.gone: frozenset[int] = frozenset()
-        self.scale_moved = self.clean = self.recorded = False
-        self._open = edge if scaling.ledger.scalers else None
-        self.magnitudes: tuple[list[torch.Tensor], torch.Tensor] | None = None
-
-    def begin_sizes(self, edge: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """A list for the magnitudes of the fp16 gradients; `edge` as in `__init__`."""
-        self.magnitudes = [], edge[1]
-        return self.magnitudes[0]
+        self.number = self.backward_id = -1
+        self.recorded = False
+        self.entered: torch.Tensor | None = None
+        self.magnitudes: list[torch.Tensor] | None = None
+        self._scale: LossScale = scaling.run_scale
+        self._given = [self._scale.tensors(device) for device in devices]
+        self._edge = [
+            (scale.clone(), inverse.clone(), compat.clear_flag(scale.device))
+            for scale, inverse in self._given
+        ]
 
     @property
-    def largest(self) -> torch.Tensor | None:
-        """The largest fp16 gradient seen inside, at its true value."""
-        if self.magnitudes is None or not self.magnitudes[0]:
-            return None
-        magnitudes, inverse = self.magnitudes
-        return torch.stack([m.to(inverse.device) for m in magnitudes]).amax() * inverse
+    def edge(self) -> list[torch.Tensor]:
+        """Scale, inverse and flag for each device: the extra inputs of the graph."""
+        return [each for of_device in self._edge for each in of_device]
 
-    def unscale_if_foreign(self) -> None:
-        """Sets the run's scale to 1 where a GradScaler turns out to scale the loss."""
-        if self._open is not None and self.scaling.ledger.a_scaler_scales():
-            for scale, inverse in zip(self._open[::3], self._open[1::3], strict=True):
-                for given in (scale, inverse):
-                    with compat.version_kept(given):  # saved by a compiled backward
-                        given.fill_(1.0)
-        self._open = None
+    @property
+    def found_inf(self) -> list[torch.Tensor]:
+        """One flag per device, set by the graph's own backward."""
+        return [flag for _, _, flag in self._edge]
+
+    @property
+    def used(self) -> torch.Tensor:
+        """The scale of the last backward, 0-dim."""
+        return self._edge[0][0]
 
     @property
     def overflowed(self) -> bool:
@@ -144,261 +110,324 @@ class GraphRun:
         return any(map(bool, self.found_inf))
 
     @property
-    def overflowed_on_host(self) -> bool:
-        """Whether a flag in host memory is set; flags on other devices are not read."""
-        return any(f.device.type == "cpu" and bool(f) for f in self.found_inf)
+    def largest(self) -> torch.Tensor | None:
+        """The largest fp16 gradient seen inside, at its true value."""
+        if not self.magnitudes:
+            return None
+        inverse = self._edge[0][1]
+        return torch.stack([m.to(inverse.device) for m in self.magnitudes]).amax() * (
+            inverse
+        )
 
-    @property
-    def voided(self) -> bool:
-        """Whether all gradients that the run filled were thrown away."""
-        return bool(self.gone) and len(self.gone) == len(self.leaves.known)
-
-    @property
-    def is_orphaned(self) -> bool:
-        """Whether the weights are gone, or moved: other tensors may have their ids."""
-        return self.leaves.stale
-
-    def may_touch(self, ids: Collection[int]) -> bool:
-        """Whether the run filled gradients of tensors that had some of `ids` then."""
-        return not self.leaves.known.isdisjoint(ids)
-
-    def lives_in(self, ids: Collection[int]) -> bool:
-        """Whether a gradient that the run filled is still in a tensor of `ids`."""
-        return not (self.leaves.known - self.gone).isdisjoint(ids)
-
-    def throw_away(self, leaves: Iterable[torch.Tensor], in_place: bool) -> None:
-        """Notes which gradients of `leaves` that the run filled are gone.
+    def begin(
+        self, grad: torch.Tensor, value: torch.Tensor | None, *, trains: bool
+    ) -> None:
+        """Sets scale and flags for a backward that enters the graph by `grad`.
 
         Args:
-            in_place: whether a gradient that is zero counts as gone too.
+            value: the result that the gradient is of, where it is one number: a loss.
+            trains: whether the backward fills weights.
         """
-        left = self.leaves.known - self.gone
-        mine = [leaf for leaf in leaves if id(leaf) in left]
-        self.gone |= {
-            id(leaf)
-            for leaf in mine
-            if leaf.grad is None or (in_place and _is_zero(leaf.grad))
-        }
+        again = self.backward_id != -1
+        # A gradient to look at, of an image say, is that of autocast: no scale was ever
+        # found for it.
+        plain = not trains or self.scaling.ledger.a_scaler_scales()
+        self.entered = None
+        if again:
+            for flag in self.found_inf:
+                _write(flag, 0.0)
+            if self.magnitudes is not None:
+                self.magnitudes.clear()
+        if isinstance(self._scale, DynamicLossScale) and not plain:
+            self.entered = _entered(grad, value)
+        for given, (scale, inverse, _) in zip(self._given, self._edge, strict=True):
+            now = self._scale.tensors(scale.device)
+            if plain:
+                _write(scale, 1.0)
+                _write(inverse, 1.0)
+            elif again or now is not given:
+                _write(scale, now[0])
+                _write(inverse, now[1])
+            if self.entered is not None and grad.numel() > 1:
+                self._limit(self.entered.to(scale.device), scale, inverse)
 
-    def set_apart(self) -> GraphRun:
-        """A copy with the flags so far; the run itself begins anew, for a backward."""
-        past = copy.copy(self)
-        past.found_inf = [flag.clone() for flag in self.found_inf]
-        self.begin()
-        return past
+    @staticmethod
+    def _limit(
+        entered: torch.Tensor, scale: torch.Tensor, inverse: torch.Tensor
+    ) -> None:
+        """Lowers a scale by which the gradient that enters would grow too large.
 
-    def begin(self) -> None:
-        """Clears the flags: the run has found nothing."""
-        for flag in self.found_inf:
-            with compat.version_kept(flag):
-                flag.zero_()
+        Only to a power of two, by which no digit is lost; and no scale helps a gradient
+        that is not finite.
+        """
+        if free_to_read(entered):
+            largest = float(entered)
+            if math.isfinite(largest) and largest * float(scale) > ENTRY:
+                lower = 2.0 ** math.floor(math.log2(ENTRY / largest))
+                _write(scale, lower)
+                _write(inverse, 1 / lower)
+            return
+        room = (ENTRY / entered).clamp(_LEAST, _MOST).log2().floor().exp2()
+        room = torch.where(entered.isfinite(), room, _MOST)
+        _write(scale, room.minimum(scale))
+        _write(inverse, scale.double().reciprocal())
 
 
-def _is_zero(grad: torch.Tensor) -> bool:
-    # A look at a gradient on a GPU would wait.
-    plain = grad.device.type == "cpu" and grad.layout == torch.strided
-    return plain and not bool(grad.any())
+def _entered(grad: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor | None:
+    """The largest magnitude of a gradient that enters; None where it is not known."""
+    found = None if compat.is_batch(grad) else compat.largest_magnitude(grad)
+    if found is None or value is None:
+        return found
+    # The gradient of a loss to itself is 1, also of a loss that is NaN.
+    return found + 0 * value.abs().float()
 
 
-def sizes_of(runs: Sequence[GraphRun]) -> Sizes:
-    """How large gradients were, for each loss scale that is to move for `runs`.
+def _write(to: torch.Tensor, value: torch.Tensor | float) -> None:
+    """Writes to a tensor whose version a compiled backward may have saved."""
+    if isinstance(value, torch.Tensor):
+        to.data.copy_(value)
+    else:
+        to.data.fill_(value)
 
-    A size is not known where some run of the same backwards has seen none (yet).
+
+class _Backward:
+    """A backward that runs.
+
+    Attributes:
+        runs: the runs that it has reached.
+        trains: whether it fills weights.
+        first: the scalings for which it is the first backward since a step.
     """
-    found: dict[int, list[torch.Tensor | None]] = {}
-    for run in runs:
-        if not run.scale_moved:
-            found.setdefault(id(run.scaling.loss_scale), []).append(run.largest)
-    return {scale: _largest(sizes) for scale, sizes in found.items()}
 
-
-def _largest(sizes: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    seen = [each for each in sizes if each is not None]
-    if compat.inside_backward() or len(seen) < len(sizes):
-        return None
-    return torch.stack([each.to(seen[0].device) for each in seen]).amax()
+    def __init__(self, *, trains: bool) -> None:
+        self.runs: list[GraphRun] = []
+        self.trains = trains
+        self.first: dict[ModelScaling, bool] = {}
 
 
 class Backwards:
-    """The runs that backward passes have reached, in order, until they are stepped."""
+    """The backwards that run, by torch's ids, and the runs that were reached last."""
 
     def __init__(self) -> None:
         self.runs: list[GraphRun] = []
         self._number = 0
-        self._read = -1
+        self._running: dict[int, _Backward] = {}
         self._lock = threading.Lock()
 
-    def note(
-        self, run: GraphRun, backward_id: int, leaves: Sequence[torch.Tensor] = ()
+    def reach(
+        self,
+        run: GraphRun,
+        inputs: _Inputs,
+        value: torch.Tensor | None,
+        grad: torch.Tensor,
     ) -> None:
-        """Notes that backward `backward_id` has reached `run`, and fills `leaves`."""
+        """Notes that the running backward has reached `run`, where `grad` enters."""
+        leaves, before = inputs
+        backward_id = compat.backward_id()
         with self._lock:
-            if run.backward_id != -1:
-                self._part(run)
+            running = self._running.get(backward_id)
+            if running is None:
+                trains = _fills_weights(leaves, before)
+                running = self._running[backward_id] = _Backward(trains=trains)
+                compat.at_backward_end(functools.partial(self._end, backward_id))
+                # The end of a backward that has raised is never told.
+                for old in [*self._running][:-_RUNNING]:
+                    del self._running[old]
             self._number += 1
-            run.number, run.backward_id = self._number, backward_id
-            run.backward_pass = BackwardPass()
-            run.gone, run.scale_moved, run.clean = frozenset(), False, False
-            self._throw_away_older(run, leaves)
-            for other in reversed(self.runs):
-                if other.backward_id != run.backward_id:
-                    break
-                run.backward_pass = other.backward_pass
-                run.scaling.domain.join(other.scaling.domain)
-            self.runs.append(run)
-            if len(self.runs) > MOST:
-                self.runs = _merged(self.runs[: MOST // 2]) + self.runs[MOST // 2 :]
+            run.number = self._number
+            if run.scaling not in running.first:
+                ledger = run.scaling.ledger
+                first = running.trains and ledger.is_first_backward(leaves)
+                running.first[run.scaling] = first
+            # A second derivative needs the scale of the first.
+            if not run.recorded:
+                run.begin(grad, value, trains=running.trains)
+            run.backward_id = backward_id
+            running.runs.append(run)
+            self.runs = [*self.runs[-KEPT:], run]
+            # Inside a backward gradients are on only where it has `create_graph=True`.
+            run.recorded = run.recorded or torch.is_grad_enabled()
 
-    def _part(self, run: GraphRun) -> None:
-        """Keeps the findings of an earlier backward over the same graph apart.
-
-        The gradients of the earlier backward may be thrown away before the new backward
-        fills them again.
-        """
-        known = next((i for i, r in enumerate(self.runs) if r is run), None)
-        if run.recorded or run.clean:
-            if known is not None:
-                del self.runs[known]
-        elif known is not None:
-            self.runs[known] = run.set_apart()
-        else:
-            run.begin()
-
-    def _throw_away_older(self, run: GraphRun, leaves: Sequence[torch.Tensor]) -> None:
-        """Notes which gradients of earlier backwards are gone as `run` begins."""
-        afresh = bool(leaves) and leaves[0].grad is None
-        for other in self.runs if afresh else self.runs[-KEPT:]:
-            if other.clean or other.backward_id == run.backward_id or other.voided:
-                continue
-            same = other.leaves is run.leaves
-            if not same and not other.may_touch(run.leaves.known):
-                continue
-            if other.overflowed_on_host:
-                # One of two optimizers may have zeroed its own gradients alone.
-                other.throw_away(leaves, in_place=True)
-                continue
-            first = (
-                leaves if same else [t for t in leaves if id(t) == other.leaves.ids[0]]
-            )
-            if not first or first[0].grad is not None:
-                continue
-            # Of a flag on a device nobody knows whether it is set: once every optimizer
-            # has read it, the first gradient stands for all.
-            if other.number <= self._read:
-                other.gone = other.leaves.known
-            else:
-                other.throw_away(leaves, in_place=False)
-
-    def overflowed(self, scaling: ModelScaling) -> list[GraphRun]:
-        """Runs of a model with an overflow by which no scale has moved yet.
-
-        Only flags in host memory are read, because reading others would wait.
-        """
+    @compat.never_captured
+    def _end(self, backward_id: int) -> None:
+        """Moves the loss scales by what a backward has found."""
         with self._lock:
-            late = self.runs[-KEPT:]
-        mine = [r for r in late if r.scaling is scaling and not r.scale_moved]
-        return [run for run in mine if run.overflowed_on_host]
+            running = self._running.pop(backward_id, None)
+        if running is None or not running.trains:
+            return
+        for scaling, counts in running.first.items():
+            runs = [run for run in running.runs if run.scaling is scaling]
+            _move(scaling, runs, counts=counts)
+
+    def settle(self, scaling: ModelScaling) -> None:
+        """Moves a scale by what second derivatives have found, as a run begins.
+
+        A backward through a recorded backward need not reach the outputs of the run.
+        """
+        runs = [run for run in self.runs if run.recorded and run.scaling is scaling]
+        if not runs or compat.inside_backward():
+            return
+        flags = [flag for run in runs for flag in run.found_inf]
+        device = flags[0].device
+        found = torch.stack([flag.to(device) for flag in flags]).amax(0)
+        if not free_to_read(found) or bool(found):
+            scaling.loss_scale.update(found, counts=False)
+            for flag in flags:
+                flag.zero_()
+
+    @property
+    def last(self) -> int:
+        """The number of the run that was reached last."""
+        return self._number
+
+    def through(
+        self, scalings: Sequence[ModelScaling], since: int = -1
+    ) -> list[GraphRun]:
+        """All runs of the backwards that reached models of `scalings` after `since`."""
+        runs = [run for run in self.runs if run.number > since]
+        ids = {run.backward_id for run in runs if run.scaling in scalings}
+        return [run for run in runs if run.backward_id in ids]
+
+    def unread(self) -> list[GraphRun]:
+        """The runs of the last backward, and those that no step has been told of."""
+        if not self.runs:
+            return []
+        read = max((b.last_read for b in list(BOUNDARIES)), default=-1)
+        last = self.runs[-1].backward_id
+        return [r for r in self.runs if r.number > read or r.backward_id == last]
 
     def any_overflowed(self) -> bool:
-        """Whether gradients that are there now hold an overflow; waits for the device.
-
-        Until the next backward, the gradients of a step just skipped still do.
-        """
-        with self._lock:
-            runs = [r for r in self.runs if not (r.voided or r.is_orphaned)]
-        return any(run.overflowed for run in runs)
-
-    def since(self, number: int) -> list[GraphRun]:
-        """The runs reached after `number`."""
-        with self._lock:
-            found = []
-            for run in reversed(self.runs):
-                if run.number <= number:
-                    break
-                found.append(run)
-            return found[::-1]
-
-    def drop(self, held: Mapping[int, torch.Tensor]) -> None:
-        """Drops runs that filled gradients of `held`, by `id`: scaled no more."""
-        with self._lock:
-            self.runs = [r for r in self.runs if not r.leaves.are_among(held)]
-
-    def forget(self, number: int) -> None:
-        """Drops runs up to `number`, which every known optimizer has read.
-
-        The last `KEPT` are kept.
-        """
-        with self._lock:
-            self._read = number
-            old, kept = self.runs[:-KEPT], self.runs[-KEPT:]
-            self.runs = [r for r in old if r.number > number] + kept
+        """Whether the last backwards found an overflow; waits for the device."""
+        return any(run.overflowed for run in self.unread())
 
 
-def _merged(runs: list[GraphRun]) -> list[GraphRun]:
-    """One run for all with the same graph, leaves and lost gradients, flags merged."""
-    kept: dict[tuple[Any, ...], GraphRun] = {}
-    for run in runs:
-        key = (id(run.origin), id(run.leaves), run.gone)
-        older = kept.pop(key, None)
-        if older is not None:
-            for flag, earlier in zip(run.found_inf, older.found_inf, strict=True):
-                flag.copy_(torch.maximum(flag, earlier))
-        kept[key] = run
-    return list(kept.values())
-
+_RUNNING = 16
+"""The most backwards that run at a time: nested ones, and those of threads."""
 
 BACKWARDS = Backwards()
-"""The runs of the whole process: one optimizer may hold weights of several models."""
+"""The backwards of the whole process: one may go through several models."""
+
+
+_CLEAN = compat.clear_flag()
+
+
+def _fills_weights(leaves: Sequence[torch.Tensor], before: Sequence[Any]) -> bool:
+    """Whether the running backward computes gradients of weights, or may do so.
+
+    Args:
+        leaves: the leaves of the run that the backward has reached first.
+        before: the nodes of autograd's graph that the gradient passes on to.
+    """
+    # The gradient of a gradient may yet reach the weights.
+    if torch.is_grad_enabled():
+        return True
+    weights = (leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter))
+    if any(map(compat.receives_gradient, weights)):
+        return True
+    if any(
+        isinstance(leaf, torch.nn.Parameter)
+        for leaf in compat.leaves_that_receive(before)
+    ):
+        return True
+    # An image that an optimizer trains is no parameter.
+    held = {id(p) for boundary in list(BOUNDARIES) for p in boundary.params}
+    return any(id(leaf) in held and compat.receives_gradient(leaf) for leaf in leaves)
+
+
+def _move(scaling: ModelScaling, runs: Sequence[GraphRun], *, counts: bool) -> None:
+    """Moves the loss scale of a model for one backward through `runs`.
+
+    Args:
+        counts: whether the backward is the first one since a step.
+    """
+    scale = scaling.loss_scale
+    flags = [(run, flag) for run in runs for flag in run.found_inf]
+    device = flags[0][1].device
+    if all(free_to_read(flag) for _, flag in flags):
+        flags = [(run, flag) for run, flag in flags if flag]
+    found, used = (compat.clear_flag(device), None) if flags else (_CLEAN, None)
+    for run, each in flags:
+        flag = each.to(device)
+        if run.entered is not None:
+            # No scale helps a gradient that is not finite as it enters.  Like a
+            # GradScaler we lower the scale all the same, once a step, but not below 1.
+            cured = run.entered.to(device).isfinite()
+            flag = flag * (cured | (run.used.to(device) > 1) if counts else cured)
+        found = found.maximum(flag)
+        at = torch.where(flag != 0, run.used.to(device), torch.inf).reshape(())
+        used = at if used is None else used.minimum(at)
+        if run.recorded:
+            each.zero_()  # or `settle` would move the scale once more
+    if flags and free_to_read(found) and not found:
+        counts = False  # an overflow that lowers no scale is not clean either
+    wants_size = scale.wants_size and (counts or bool(flags))
+    scale.update(found, used, counts=counts)
+    if wants_size:
+        known = bool(found) if free_to_read(found) else found
+        scale.note_size(_largest_of(runs), known)
+    for run in runs:
+        if run.magnitudes:
+            run.magnitudes.clear()
+    unknown = not (scaling.ledger.stepped or scaling.ledger.told)
+    if unknown and free_to_read(found) and bool(found):
+        _tell(scaling)
+
+
+def _largest_of(runs: Sequence[GraphRun]) -> torch.Tensor | None:
+    """The largest fp16 gradient in `runs`; None where some run has seen none."""
+    seen = [run.largest for run in runs]
+    known = [each for each in seen if each is not None]
+    if len(known) < len(seen):
+        return None
+    return torch.stack([each.to(known[0].device) for each in known]).amax()
+
+
+def _tell(scaling: ModelScaling) -> None:
+    """Says that the script has been given an overflow, which no step skips."""
+    scaling.ledger.told = True
+    logger.warning(
+        "autoamp: gradients of %s overflowed at loss scale %g, and no torch.optim "
+        "optimizer steps its weights, which would skip such a step: the script has "
+        "been given infinite gradients. The scale is lowered for the next ones; give "
+        "%s, or bf16, to be safe",
+        scaling.label,
+        scaling.loss_scale.overflowed_at,
+        scaling.advice("loss_scale", 1),
+    )
+
+
+_Inputs = tuple[Sequence[torch.Tensor], Sequence[Any]]
+"""The leaves among the inputs of a run, and the autograd nodes of computed inputs."""
 
 
 def watch(
-    run: GraphRun, results: Iterable[Any], leaves: Sequence[torch.Tensor]
+    run: GraphRun,
+    results: Iterable[Any],
+    leaves: Sequence[torch.Tensor],
+    before: Sequence[Any],
 ) -> None:
     """Notes a backward as soon as it reaches one of the outputs of a run's graph.
 
     Args:
-        results: the outputs.  Their hooks hold `leaves`, as their history does anyway.
+        results: the outputs.  Their hooks hold the rest, as their history does anyway.
         leaves: the leaf tensors of the run.
+        before: the nodes of autograd's graph that made the computed inputs.
     """
-    hook = functools.partial(_reached, run, leaves)
-    for value in results:
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            compat.hook_gradient(value, hook)
+    inputs = leaves, before
+    for result in results:
+        if isinstance(result, torch.Tensor) and result.requires_grad:
+            is_loss = type(result) is torch.Tensor and result.numel() == 1
+            value = result.detach() if is_loss else None
+            hook = functools.partial(_reached, run, inputs, value)
+            compat.hook_gradient(result, hook)
 
 
 @compat.never_captured
-def _reached(run: GraphRun, leaves: Sequence[torch.Tensor], _: torch.Tensor) -> None:
-    backward_id = compat.backward_id()
-    if backward_id == run.backward_id:
-        return
-    run.unscale_if_foreign()
-    BACKWARDS.note(run, backward_id, leaves)
-    # Inside a backward gradients are on only where it has `create_graph=True`.
-    run.recorded = run.recorded or torch.is_grad_enabled()
-
-
-def lower_where_nobody_steps(scaling: ModelScaling) -> None:
-    """Lowers the scale after an overflow where no optimizer's step does.
-
-    A script may step by hand, or only look at gradients.  The script has been given the
-    infinite gradients of the backward that overflowed; the next gradients are not to be
-    infinite.
-    """
-    for run in BACKWARDS.overflowed(scaling):
-        run.scale_moved = True
-        if run.backward_pass.overflowed:
-            continue  # another run of this backward has lowered the scale
-        overflow = compat.clear_flag().fill_(1.0)
-        run.backward_pass.note_move(overflow)
-        scaling.loss_scale.update(overflow)
-        if not scaling.ledger.told:
-            scaling.ledger.told = True
-            logger.warning(
-                "autoamp: gradients of %s overflowed at loss scale %g, and no "
-                "torch.optim optimizer steps its weights, which would skip such a "
-                "step: the script has been given infinite gradients. The scale is "
-                "lowered for the next ones; give %s, or bf16, to be safe",
-                scaling.label,
-                scaling.loss_scale.scale,
-                scaling.advice("loss_scale", 1),
-            )
+def _reached(
+    run: GraphRun,
+    inputs: _Inputs,
+    value: torch.Tensor | None,
+    grad: torch.Tensor | None,
+) -> None:
+    if grad is not None and compat.backward_id() != run.backward_id:
+        BACKWARDS.reach(run, inputs, value, grad)

@@ -46,12 +46,14 @@ class Team:
 
     Attributes:
         groups: their process groups, the same and in the same order on each of them.
+        exchanging: those of `groups` whose ranks read different gradients.
         reducers: the instances of DistributedDataParallel that reduce the gradients.
         device: where tensors are that ranks exchange; None where there are no others.
         staged: whether the ranks hold stages of one pipeline, each of its own weights.
     """
 
     groups: Sequence[Any] = ()
+    exchanging: Sequence[Any] = ()
     reducers: Sequence[Any] = ()
     device: torch.device | None = None
     staged: bool = False
@@ -60,11 +62,6 @@ class Team:
     def is_joining(self) -> bool:
         """Whether some ranks may be out of inputs: these make no steps."""
         return any(map(compat.is_joining, self.reducers))
-
-    @property
-    def gradients_tell_more(self) -> bool:
-        """Whether the reduction itself may make gradients overflow, in fp16 say."""
-        return any(map(_is_hooked, self.reducers))
 
     def recover(self, flag: torch.Tensor) -> None:
         """Clears an overflow (`flag` is not 0) from communication hooks."""
@@ -100,17 +97,21 @@ def team_of(scalings: Iterable[ModelScaling], params: Sequence[torch.Tensor]) ->
     if not scalings or not compat.are_several():
         return ALONE
     reducers = [each for s in scalings for each in s.ledger.reducers]
+    own = compat.shard_groups(params)
+    own += [each for s in scalings for each in s.stage_groups]
+    # A rank that is out of inputs shadows the collectives of its reducers, no others.
+    apart = [r for r in reducers if compat.leaves_out(r) and not compat.is_joining(r)]
+    own += [each.process_group for each in apart]
     # Each rank finds the groups in this order, because they reduce one after the other:
     # ranks in two orders would wait for each other.
-    groups = [each.process_group for each in reducers]
-    groups += compat.shard_groups(params)
-    groups += [each for s in scalings for each in s.stage_groups]
+    groups = [each.process_group for each in reducers] + own
     if not groups:
         return ALONE
     weight = next(itertools.chain(params, *(each.parameters() for each in reducers)))
     device = compat.reached_on(groups[0], weight.device)
     staged = any(s.stage_groups for s in scalings)
-    return Team([*{id(g): g for g in groups}.values()], reducers, device, staged)
+    every, exchanging = ([*{id(g): g for g in of}.values()] for of in (groups, own))
+    return Team(every, exchanging, reducers, device, staged)
 
 
 def owners_of(
@@ -191,7 +192,7 @@ def _words(
         return ", ".join(words)
 
     words = {
-        "loss scaling": listed(type(s.domain.loss_scale).__name__ for s in models),
+        "loss scaling": listed(type(s.own_scale).__name__ for s in models),
         "guard": listed("on" if s.ledger.guards else "off" for s in models),
     }
     # Stages of a pipeline are different models, each with its own parameters.

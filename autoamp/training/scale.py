@@ -7,7 +7,7 @@ and never written to, because graphs that have yet to run backward hold them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import inf
 from typing import Any, Literal, get_args
 
@@ -41,15 +41,9 @@ _MOST = 12
 """Most doublings in one look: gradients that a small scale has rounded to 0 are seen at
 the next look."""
 
-_ROOM, _ROOM_AT_LAST = 16, 1.8
-"""How many times larger than the largest seen a gradient may be after a look: less at
-the last look, once more gradients were seen.  The scale moves by powers of two, so the
-last look leaves between 1.8 and 3.6 times: within 4 also where gradients shrink
-meanwhile."""
-
-_DROP = 2.0**-7
-"""The factor at an overflow, on top of the back-off, where a look is going to follow:
-eight powers of two together."""
+_ROOM = 2.0**13
+"""How many times larger than the largest seen a gradient may be after a look.  Losses
+jump; and of the 40 powers of two that fp16 has, 27 are left for smaller gradients."""
 
 _HIGHEST = 2.0**126
 """The inverse of a higher scale is no normal number of fp32."""
@@ -59,6 +53,7 @@ _UNTIL, _LENT = "steps_until_look", "doublings_lent"
 _CLIMB_FIELDS = frozenset({_LEFT, _SEEN, _UNTIL, _LENT})
 """The additional fields in the state of a scale that climbs."""
 
+_NO = torch.tensor(False, dtype=torch.bool, device="cpu")
 _FP32 = torch.finfo(torch.float32)
 _LONGEST = torch.iinfo(torch.int32).max
 
@@ -91,17 +86,19 @@ class LossScale:
             self._given[device] = scale, scale.double().reciprocal().float()
         return self._given[device]
 
-    def update(self, found_inf: torch.Tensor) -> None:
-        """Moves the scale after a step.
+    def update(
+        self,
+        found_inf: torch.Tensor,
+        used: torch.Tensor | None = None,
+        *,
+        counts: bool = True,
+    ) -> None:
+        """Moves the scale when a backward has ended.
 
         Args:
             found_inf: one fp32 element, 0 or 1, on any device; nothing waits for it.
-        """
-
-    def correct(self, found_inf: torch.Tensor) -> None:
-        """Moves the scale for an overflow found after `update` was told of none.
-
-        Nothing happens where `found_inf` (one element) is 0.
+            used: the scale of the backward, 0-dim; None for the scale in force.
+            counts: whether the backward counts towards growth.
         """
 
     def count_skipped(self, found_inf: torch.Tensor) -> None:
@@ -126,25 +123,20 @@ class LossScale:
                 on the host.
         """
 
-    def merge(self, other: LossScale) -> None:
-        """Takes over the gradient sizes told to `other`, which this scale replaces."""
-
     @property
-    def position(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scale, and the steps since it last moved: 0-dim, on any device."""
-        return self._scale, scalar(0, torch.int32)
-
-    def set_agreed(self, scale: torch.Tensor, steps: torch.Tensor) -> None:
-        """Takes over the position that ranks agreed on, unless it is not finite.
-
-        Args:
-            scale, steps: a `position`, 0-dim fp32; nothing waits for them.
-        """
-
-    @property
-    def at_floor(self) -> bool:
-        """Whether the scale is one that moves, but can go no lower."""
+    def is_stuck(self) -> bool:
+        """Whether the last backward overflowed at the lowest scale; waits for it."""
         return False
+
+    @property
+    def overflowed_at(self) -> float:
+        """The scale of the last backward that overflowed; waits for the device."""
+        return self.scale
+
+    @property
+    def current(self) -> torch.Tensor:
+        """The scale in force, 0-dim, on any device."""
+        return self._scale
 
     # -- for a person to read ------------------------------------------------------
 
@@ -179,6 +171,28 @@ class LossScale:
         self._scale = scalar(state["scale"])
         self._skipped = scalar(state["skipped_steps"], torch.int64)
         self._given.clear()
+
+    def resume(self, state: Mapping[str, Any], *, asked: bool) -> str:  # noqa: ARG002
+        """Takes over a saved state as far as this run asks for nothing else.
+
+        Args:
+            asked: whether the user has asked for this very scale.
+
+        Returns:
+            A clause on what was not taken over; "" where all was.
+
+        Raises:
+            LossScaleError: as for `load_state_dict`; nothing is changed.
+        """
+        if not self.is_like(state):
+            return f"it is a {state['kind']}, and this run uses a {type(self).__name__}"
+        self.load_state_dict(state)
+        return ""
+
+    def is_like(self, state: Any) -> bool:
+        """Whether a state is of a scale of this kind, as far as it says."""
+        kind = type(self).__name__
+        return not isinstance(state, Mapping) or state.get("kind", kind) == kind
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raises LossScaleError where `load_state_dict(state)` would."""
@@ -222,6 +236,15 @@ class StaticLossScale(LossScale):
         _check_positive("loss_scale", scale)
         super().__init__(scale)
 
+    def resume(self, state: Mapping[str, Any], *, asked: bool) -> str:
+        """Takes over a saved state, but not its scale; see the base class."""
+        own = self.scale
+        why = super().resume(state, asked=asked)
+        saved, self._scale = self.scale, scalar(own)
+        if why or saved == own:
+            return why
+        return f"it is {saved:g}, and this run asks for {own:g}"
+
     def __repr__(self) -> str:
         return f"StaticLossScale({self.scale!r})"
 
@@ -241,15 +264,14 @@ class DynamicLossScale(LossScale):
 
     As in `torch.amp.GradScaler`, the scale is multiplied by `growth_factor` after
     `growth_interval` steps in a row without an overflow (never to infinity), and by
-    `backoff_factor` at an overflow.
+    `backoff_factor` at an overflow; but backwards move it, as they end, and no step
+    does.  Of the backwards between two steps the first counts towards growth.
 
-    A scale that climbs also goes by the size of gradients.  From the second step on the
-    scale is doubled as often as leaves room for 16 times the largest fp16 gradient seen
-    so far, in the fifth step for 1.8 times.  An overflow before that lowers the scale
-    to 1/256, but not below 1, for the next step to climb from.  Every 200 steps from
-    then on the scale is told the size of gradients again, and climbs where gradients
-    shrink, until something overflows.  After that, and where gradients cannot be seen
-    (a compiler's graphs, loops, bf16), the scale moves as any other.
+    A scale that climbs also goes by the size of gradients.  From the second step to the
+    fifth the scale is doubled as often as leaves room for 2**13 times the largest fp16
+    gradient seen so far, and once every 200 steps from then on.  An overflow takes back
+    all that the scale has climbed by, and ends the climbing.  Where gradients cannot be
+    seen (a compiler's graphs, loops, bf16), the scale moves as any other.
 
     Args:
         init_scale: the scale to begin with.
@@ -290,6 +312,8 @@ class DynamicLossScale(LossScale):
         super().__init__(init_scale)
         self._tracker = scalar(0, torch.int32)
         self._patience = scalar(hysteresis, torch.int32)
+        self._found = self._stuck = _NO
+        self._overflowed_at = self._scale
         if climbs is None:
             climbs = init_scale == INIT_SCALE and hysteresis == 1
         self._climb = Climb() if climbs else None
@@ -312,19 +336,40 @@ class DynamicLossScale(LossScale):
         self.growth_interval = int(values["growth_interval"])
         self.hysteresis = int(values["hysteresis"])
 
-    def update(self, found_inf: torch.Tensor) -> None:
-        """Moves the scale after a step; see the base class."""
-        self._move(found_inf)
-        if self._climb is not None:
+    def update(
+        self,
+        found_inf: torch.Tensor,
+        used: torch.Tensor | None = None,
+        *,
+        counts: bool = True,
+    ) -> None:
+        """Moves the scale when a backward has ended; see the base class."""
+        found, device = found_inf.reshape(()), found_inf.device
+        clean = free_to_read(found) and not found
+        if self._climb is not None and (counts or not clean):
             self._climb.count_step()
-
-    def _move(self, found_inf: torch.Tensor) -> None:
-        device = found_inf.device
-        found = found_inf.reshape(())
+        if clean and free_to_read(self._tracker) and not self._grows(counts=counts):
+            # Nothing moves, as in nearly every backward.
+            self._tracker = self._tracker + int(counts)
+            self._found = self._stuck = _NO
+            return
+        before = self._scale.to(device)
         # The kernel writes in place, and graphs that have yet to run backward hold the
         # tensors of now.
-        scale = self._scale.to(device).clone()
-        tracker = self._tracker.to(device).clone()
+        scale, tracker = before.clone(), self._tracker.to(device) - int(not counts)
+        if not clean:
+            # An overflow tells of the scale that its backward used: two backwards that
+            # used one scale lower the scale in force once.
+            used = before if used is None else used.to(device)
+            kernel_lowers = (before / self.backoff_factor).minimum(used)
+            scale = torch.where(found != 0, kernel_lowers, before)
+            self._found = found != 0
+            self._stuck = self._found & (used <= self.min_scale)
+            self._overflowed_at = torch.where(
+                found != 0, used, self._overflowed_at.to(device)
+            )
+        else:
+            self._found = self._stuck = _NO
         compat.update_scale(
             scale,
             tracker,
@@ -339,31 +384,19 @@ class DynamicLossScale(LossScale):
             patience = self._patience.to(device) - found.int()
             # An overflow that is borne only starts the count of clean steps anew.
             borne = (found != 0) & (patience > 0)
-            scale = torch.where(borne, self._scale.to(device), scale)
+            scale = torch.where(borne, before, scale)
             # The kernel sets the tracker to 0 where the scale has grown or backed off.
             moved = (tracker == 0) & ~borne
             self._patience = torch.where(moved, self.hysteresis, patience)
         if self._climb is not None:
-            scale = self._climb.moved(self._scale, scale, found)
+            scale = self._climb.moved(before, scale, found, self.backoff_factor)
+            scale = scale.clamp(min=self.min_scale)
         self._scale, self._tracker = scale, tracker
         self._given.clear()
 
-    def correct(self, found_inf: torch.Tensor) -> None:
-        """Moves the scale for an overflow found late; see the base class."""
-        if free_to_read(found_inf):
-            if bool(found_inf):
-                self.update(found_inf)
-            return
-        # Both outcomes are computed, and the device chooses: reading the flag would
-        # wait.
-        before = self._scale, self._tracker, self._patience
-        self._move(found_inf)
-        found = found_inf.reshape(()) != 0
-        after = self._scale, self._tracker, self._patience
-        self._scale, self._tracker, self._patience = (
-            torch.where(found, new.to(found.device), old.to(found.device))
-            for new, old in zip(after, before, strict=True)
-        )
+    def _grows(self, *, counts: bool) -> bool:
+        """Whether a clean backward lets the scale grow; may wait for the device."""
+        return int(self._tracker) + counts >= self.growth_interval
 
     @property
     def wants_size(self) -> bool:
@@ -377,37 +410,22 @@ class DynamicLossScale(LossScale):
         if self._climb is None:
             return
         before = self._scale
-        scale = self._climb.scale_after(before, largest, found_inf, self.min_scale)
+        scale = self._climb.scale_after(before, largest, found_inf)
         if scale is not before:
             moved = scale != before.to(scale.device)
             self._tracker = torch.where(moved, 0, self._tracker.to(scale.device))
             self._scale = scale
             self._given.clear()
 
-    def merge(self, other: LossScale) -> None:
-        """Takes over the sizes of gradients told to `other`; see the base class."""
-        theirs = other._climb if isinstance(other, DynamicLossScale) else None
-        if self._climb is not None and theirs is not None:
-            self._climb.merge(theirs)
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the last backward overflowed at `min_scale`; waits for the device."""
+        return bool(self._stuck)
 
     @property
-    def position(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scale, and the steps since it last moved; see the base class."""
-        return self._scale, self._tracker
-
-    def set_agreed(self, scale: torch.Tensor, steps: torch.Tensor) -> None:
-        """Takes over the position that ranks agreed on; see the base class."""
-        # A scale that no rank spoke of comes back as an infinity.
-        told = scale.isfinite() & steps.isfinite()
-        mine, tracker = (each.to(scale.device) for each in self.position)
-        self._scale = torch.where(told, scale, mine)
-        self._tracker = torch.where(told, steps, tracker).int()
-        self._given.clear()
-
-    @property
-    def at_floor(self) -> bool:
-        """Whether the scale is at `min_scale`; waits for the device."""
-        return self.scale <= self.min_scale
+    def overflowed_at(self) -> float:
+        """The scale of the last backward that overflowed; waits for the device."""
+        return float(self._overflowed_at)
 
     @property
     def growth_tracker(self) -> int:
@@ -439,9 +457,30 @@ class DynamicLossScale(LossScale):
             if state[name] >= below:
                 raise LossScaleError(f"{name}={state[name]!r} is not below {below}")
 
+    def resume(self, state: Mapping[str, Any], *, asked: bool) -> str:
+        """Takes over where a saved scale stood; see the base class."""
+        own = {name: getattr(self, name) for name in self._config}
+        why = super().resume(state, asked=asked)
+        others = (
+            [n for n in self._config if getattr(self, n) != own[n]] if asked else []
+        )
+        if why or not others:
+            return why
+        self._configure(own)
+        self._scale = scalar(max(self.scale, self.min_scale))
+        left = min(self.growth_tracker, self.growth_interval - 1)
+        self._tracker = scalar(left, torch.int32)
+        self._patience = scalar(min(int(self._patience), self.hysteresis), torch.int32)
+        return f"this run asks for another {' and '.join(others)}"
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over every field, the constructor's too; see the base class."""
+        now = self.scale
         super().load_state_dict(state)
+        # A script that goes back to its last checkpoint whenever gradients overflow
+        # would find the same overflow each time.
+        if bool(self._found):
+            self._scale = scalar(min(now, state["scale"]))
         # A state without the fields of a climb was saved by a scale that stays where it
         # is, unless nothing had happened to it and this scale begins there too.
         begun = state["growth_tracker"] or state["skipped_steps"]
@@ -461,8 +500,8 @@ class DynamicLossScale(LossScale):
 class Climb:
     """One scale's looks at its gradients: the first five, and every 200th step later.
 
-    The doublings of a later look are lent: the first overflow takes them back and ends
-    all climbing.  So the later looks cost one skipped step at most.
+    The doublings of looks are lent: an overflow takes them back, and ends all climbing.
+    So climbing costs one skipped step at most.
 
     Attributes:
         left: how many of the first looks are left.
@@ -470,7 +509,7 @@ class Climb:
         largest_seen: the largest fp16 gradient seen, at its true value, halved by each
             later look that sees only smaller ones; infinite after an overflow that came
             after the first looks.
-        lent: doublings that later looks have made.
+        lent: doublings that looks have made since the last overflow.
     """
 
     def __init__(self, left: int = LOOKS) -> None:
@@ -490,81 +529,67 @@ class Climb:
             self.until = max(self.until - 1, 0)
 
     def moved(
-        self, before: torch.Tensor, after: torch.Tensor, found_inf: torch.Tensor
+        self,
+        before: torch.Tensor,
+        after: torch.Tensor,
+        found_inf: torch.Tensor,
+        back_off: float,
     ) -> torch.Tensor:
-        """The new scale after a step that `found_inf` has moved from `before`.
+        """The new scale after a backward that `found_inf` has moved from `before`.
 
-        The result is `after`, save where a step after the first looks overflowed with
-        lent doublings in the scale: then it is `before` without those doublings.
+        The result is `after`, save where lent doublings overflowed: then it is no more
+        than `after` would be without those doublings.
         """
-        if self.left:
-            return after
         if free_to_read(found_inf) and not found_inf:
             return after
         found, lent = found_inf != 0, self.lent.to(found_inf.device)
-        # With an infinite size `_room` is 0 for good: an overflow after the first looks
-        # ends all climbing.
+        # With an infinite size `_room` is 0 for good: an overflow of what was lent, or
+        # after the first looks, ends all climbing.
+        ends = found if not self.left else found & (lent > 0)
         self.largest_seen = torch.where(
-            found, torch.inf, self.largest_seen.to(found.device)
+            ends, torch.inf, self.largest_seen.to(found.device)
         )
         self.lent = torch.where(found, 0, lent)
-        # Powers of two are exact in fp32: this is the very scale from before the loan.
-        back = torch.ldexp(before.to(found.device), -lent)
-        return torch.where(found & (lent > 0), back, after)
+        lent = torch.where(found & (lent > 0), lent, 0)
+        # Powers of two are exact in fp32: without the loan the overflow would have
+        # moved this very scale.
+        alone = torch.ldexp(before.to(found.device), -lent)
+        return torch.where(lent > 0, after.minimum(alone * back_off), after)
 
     def scale_after(
         self,
         scale: torch.Tensor,
         largest: torch.Tensor | None,
         found_inf: bool | torch.Tensor,
-        floor: float,
     ) -> torch.Tensor:
-        """The new scale after a look; `scale` itself where the scale stays.
+        """The new scale after a look; `scale` itself where nothing was seen.
 
         Args:
-            scale: the scale after the step.
+            scale: the scale after the backward.
             largest, found_inf: as for `LossScale.note_size`.
-            floor: the value below which the scale is not lowered.
         """
-        if not self.left:
+        first, is_early = self.left == LOOKS, self.left > 0
+        if not is_early:
             self.until = LATER
-            return scale if largest is None else self._later(scale, largest)
-        first, known = self.left == LOOKS, isinstance(found_inf, bool)
-        # An overflow has shown no size, so that at least one look is to follow.
-        self.left = max(self.left - 1, int(found_inf is True))
-        if largest is None or not (self.left or known):
-            return scale  # no look is left to climb back after a drop by an overflow
+        elif found_inf is not True:  # an overflow has shown no size
+            self.left -= 1
+        if largest is None:
+            return scale
         device = largest.device
-        found = torch.as_tensor(found_inf, dtype=torch.float32, device=device)
-        found = found.reshape(()) != 0
-        scale = scale.to(device)
-        # A scale of at most 1 is not dropped by the look: `update` has halved it.
-        low = (scale * _DROP).maximum(scale.clamp(max=1.0)).clamp(min=floor)
-        # `largest` may be infinite without a flag, in gradients that were thrown away.
-        tells = ~found & largest.isfinite()
-        seen = self.largest_seen.to(device).maximum(torch.where(tells, largest, 0))
-        self.largest_seen = seen
-        room = _room(scale, seen, _ROOM if self.left else _ROOM_AT_LAST)
-        room = torch.where(tells, room, 0)
-        if first:  # one batch is too little to climb by
-            room = room.clamp(max=0)
-        return torch.where(found, low, torch.ldexp(scale, room))
-
-    def _later(self, scale: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-        """The new scale after a later look: it follows gradients over several looks."""
-        scale, before = scale.to(largest.device), self.largest_seen.to(largest.device)
-        tells = largest.isfinite() & (largest > 0)
-        # Each look halves what is remembered, so that one old peak is forgotten.
-        self.largest_seen = torch.where(tells, largest.maximum(before / 2), before)
-        room = torch.where(tells, _room(scale, self.largest_seen, _ROOM), 0)
-        self.lent = self.lent.to(room.device) + room
-        return torch.ldexp(scale, room)
-
-    def merge(self, other: Climb) -> None:
-        """Takes over the largest gradient that `other` saw: one scale serves both."""
-        self.largest_seen = self.largest_seen.maximum(
-            other.largest_seen.to(self.largest_seen.device)
+        found = (
+            torch.as_tensor(found_inf, dtype=torch.float32, device=device).reshape(())
+            != 0
         )
+        scale, before = scale.to(device), self.largest_seen.to(device)
+        # `largest` may be infinite without a flag, in gradients that were thrown away.
+        tells = ~found & largest.isfinite() & (largest > 0)
+        # Each later look halves what is remembered, so that one old peak is forgotten.
+        seen = largest.maximum(before if is_early else before / 2)
+        self.largest_seen = torch.where(tells, seen, before)
+        # One batch is too little to climb by.
+        room = torch.where(tells & (not first), _room(scale, self.largest_seen), 0)
+        self.lent = self.lent.to(device) + room
+        return torch.ldexp(scale, room)
 
     def state_dict(self) -> dict[str, Any]:
         """Every field, as plain Python numbers."""
@@ -600,10 +625,10 @@ class Climb:
             raise LossScaleError(f"{_SEEN}={seen!r} is no magnitude in fp32")
 
 
-def _room(scale: torch.Tensor, seen: torch.Tensor, times: float) -> torch.Tensor:
-    """Doublings that leave room for gradients `times` as large as the largest seen."""
+def _room(scale: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Doublings that leave `_ROOM` over the largest gradient seen."""
     # Only whole doublings: a scale that is a power of two loses no digit.
-    room = (largest(NARROWEST) / times / (seen * scale)).log2().floor()
+    room = (largest(NARROWEST) / _ROOM / (seen * scale)).log2().floor()
     most = (_HIGHEST / scale).log2().floor().clamp(0, _MOST)
     return torch.where(seen > 0, room.clamp(min=0).minimum(most), 0)
 
@@ -657,13 +682,6 @@ _USUAL = {
 def free_to_read(flag: torch.Tensor) -> bool:
     """Whether `flag` is in the host's memory, so that reading it waits for nothing."""
     return flag.device.type == "cpu"
-
-
-def newly(flag: torch.Tensor, before: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`flag` where none of the flags `before` is set, else 0."""
-    for other in before:
-        flag = flag * (1 - other.to(flag.device))
-    return flag
 
 
 def _check_positive(name: str, value: Any) -> None:

@@ -1,8 +1,7 @@
 """The loss scaling of one conversion, and the events of its training so far.
 
-A model's graphs are scaled by the loss scale of its domain, unless a GradScaler scales
-instead.  Models joined by one backward (a GAN's generator and critic) share one domain
-from then on.
+A model's graphs are scaled by the loss scale of the model, unless a GradScaler scales
+instead.
 """
 
 from __future__ import annotations
@@ -21,36 +20,6 @@ from autoamp.training.buffers import Buffers
 from autoamp.training.leaves import Leaves
 from autoamp.training.remedy import Remedy, SkipWatch
 from autoamp.training.scale import DynamicLossScale, LossScale, NoLossScale
-
-
-class ScaleDomain:
-    """The scale shared by the models that backward passes have joined."""
-
-    def __init__(self, loss_scale: LossScale) -> None:
-        self._loss_scale = loss_scale
-        self._joined: ScaleDomain | None = None
-
-    @property
-    def root(self) -> ScaleDomain:
-        """The domain that this domain has become part of, or this domain itself."""
-        domain = self
-        while domain._joined is not None:
-            domain = domain._joined
-        return domain
-
-    @property
-    def loss_scale(self) -> LossScale:
-        return self.root._loss_scale
-
-    def join(self, other: ScaleDomain) -> None:
-        """Makes one domain of two, with the lower scale: it is safe for both."""
-        mine, theirs = self.root, other.root
-        if mine is theirs:
-            return
-        if theirs._loss_scale.scale < mine._loss_scale.scale:
-            mine, theirs = theirs, mine
-        mine._loss_scale.merge(theirs._loss_scale)
-        theirs._joined = mine
 
 
 class ModelLedger:
@@ -75,6 +44,7 @@ class ModelLedger:
         skips: the reason for each skipped step.
         steps: how many steps optimizers have taken or skipped; a snapshot counts
             the same steps.
+        counted: the number of steps when a backward last counted towards growth.
         in_a_row: how many steps have been skipped since the last step taken.
         buffers: the buffers that runs have written to since the last step.
     """
@@ -87,6 +57,7 @@ class ModelLedger:
         self.leaves: list[Leaves] = []
         self.skips: list[str] = []
         self.steps = self.in_a_row = 0
+        self.counted = -1
         self.buffers = Buffers()
         self._reducers: list[weakref.ref[Any]] = []
 
@@ -159,6 +130,15 @@ class ModelLedger:
         """Sets whether a GradScaler (`foreign`) or autoamp scales from now on."""
         self.foreign, self.scalers = foreign, ()
 
+    def is_first_backward(self, leaves: Sequence[torch.Tensor]) -> bool:
+        """Whether a backward that begins is the first since a step or a `zero_grad`.
+
+        Args:
+            leaves: the leaves whose gradients the backward fills.
+        """
+        stepped, self.counted = self.counted != self.steps, self.steps
+        return stepped or not leaves or leaves[0].grad is None
+
     def note_skip(self, why: str) -> None:
         """Remembers why a step was skipped, the first few hundred times."""
         if len(self.skips) < 500:  # a training that skips more has other troubles
@@ -175,7 +155,7 @@ class ModelScaling:
     """The loss scaling of one conversion, as far as it is settled at the conversion.
 
     Attributes:
-        domain: the loss scale, shared with the models that backwards have joined.
+        own_scale: the model's loss scale.
         label: the model's class name, for messages.
         low: the precision that graphs are rewritten to; None where none is captured.
         asked: whether the user has asked for a loss scale other than "auto".
@@ -194,7 +174,7 @@ class ModelScaling:
         skip_watch: watches the runs after a skipped step.
     """
 
-    domain: ScaleDomain
+    own_scale: LossScale
     label: str
     low: torch.dtype | None = None
     asked: bool = False
@@ -230,37 +210,31 @@ class ModelScaling:
     @property
     def adapts(self) -> bool:
         """Whether a skipped step lowers the loss scale, which may be the cure."""
-        return isinstance(self.domain.loss_scale, DynamicLossScale)
+        return isinstance(self.own_scale, DynamicLossScale)
 
     @property
     def enabled(self) -> bool:
         """Whether graphs are scaled at their edge at all."""
-        return not isinstance(self.domain.loss_scale, NoLossScale)
+        return not isinstance(self.own_scale, NoLossScale)
 
     @property
     def loss_scale(self) -> LossScale:
         """The scale in force."""
-        return _UNSCALED if self.ledger.foreign else self.domain.loss_scale
+        return _UNSCALED if self.ledger.foreign else self.own_scale
 
     @property
     def wants_size(self) -> bool:
         """Whether runs are to record how large their fp16 gradients are."""
         return self.ledger.stepped and self.loss_scale.wants_size
 
-    def edge_inputs(self, devices: Iterable[torch.device]) -> list[torch.Tensor]:
-        """Loss scale, inverse and flag for each device, without a wait."""
-        loss_scale = self.loss_scale
+    @property
+    def run_scale(self) -> LossScale:
+        """The scale for the runs of graphs that begin now."""
         # Anomaly detection raises at the first NaN of a backward, also where a skipped
         # step would mend it; a script that was never changed must not fail.
         if self.automatic and (not self.ledger.stepped or torch.is_anomaly_enabled()):
-            loss_scale = _UNSCALED
-        found: list[torch.Tensor] = []
-        for device in devices:
-            given = loss_scale.tensors(device)
-            # While a GradScaler may be scaling, a `GraphRun` may write to these.
-            found += [t.clone() for t in given] if self.ledger.scalers else given
-            found.append(compat.clear_flag(device))
-        return found
+            return _UNSCALED
+        return self.loss_scale
 
 
 _UNSCALED = NoLossScale()

@@ -53,20 +53,29 @@ def note_skip(
         scaling.ledger.in_a_row += 1
         if scaling not in scalings:
             _note_guarded(scaling, params, blamed, by)
-        elif not scaling.adapts:
+        elif not _falls(scaling, runs):
             _say_standstill(scaling, "")
     for scaling in scalings:
-        scale = scaling.loss_scale.scale
+        scale = scaling.loss_scale.overflowed_at
         why = _accused(blamed, scaling, scale) or _by_gradients(runs, params)
         why = _noted(scaling, why)
-        # The scale has not moved for this step yet (see `step.move`).
-        if scaling.loss_scale.at_floor and _is_new(runs, scaling):
+        if scaling.loss_scale.is_stuck:
             raise _floor_error(scaling, why)
         logger.info("autoamp: %s: skipped %s", scaling.label, why)
         graphs = [run.origin.graph() for run in runs if run.scaling is scaling]
         records = {id(g): g.rewritten for g in graphs if g is not None}.values()
         known = [record for record in records if record is not None]
         _watch(scaling, blamed, scale, known, by=by, why=why)
+
+
+def _falls(scaling: ModelScaling, runs: Sequence[GraphRun]) -> bool:
+    """Whether a loss scale is lower by now than in the runs that overflowed.
+
+    For a second derivative it falls as the next run begins.
+    """
+    mine = [run for run in runs if run.scaling is scaling]
+    scale = scaling.loss_scale.scale
+    return scaling.adapts and any(r.recorded or float(r.used) > scale for r in mine)
 
 
 def _note_guarded(
@@ -77,18 +86,19 @@ def _note_guarded(
     why = _accused(blamed, scaling, None)
     why = _noted(scaling, why or _of_parameters(params, _names_of(scaling.models)))
     if is_first:
+        taken = f"; with {scaling.advice('guard', False)} they would be taken"
         logger.warning(
             "autoamp: %s: skipped %s. Nothing was written, and later steps are skipped "
-            "likewise; with %s they would be taken",
+            "likewise%s",
             scaling.label,
             why,
-            scaling.advice("guard", False),
+            "" if scaling.enabled else taken,
         )
     else:
         logger.info("autoamp: %s: skipped %s", scaling.label, why)
     records = scaling.skip_watch.records
     cured = _watch(scaling, blamed, None, records, by=by, why=why)
-    if not (cured or scaling.adapts):
+    if not cured:
         _say_standstill(scaling, f" ({why})")
 
 
@@ -227,6 +237,8 @@ def _say_standstill(scaling: ModelScaling, why: str) -> None:
     if times != REPEATED and times % _AGAIN:
         return
     moves = "its loss scale never moves" if scaling.enabled else "it has no loss scale"
+    if scaling.adapts:
+        moves = "its loss scale has no part in that"
     logger.warning(
         "autoamp: %s: %d steps in a row were skipped%s, and %s, so that nothing is "
         "trained until gradients are finite again. Look for NaN or infinities in the "
@@ -237,16 +249,6 @@ def _say_standstill(scaling: ModelScaling, why: str) -> None:
         why,
         moves,
     )
-
-
-def _is_new(runs: Sequence[GraphRun], scaling: ModelScaling) -> bool:
-    """Whether the overflow is one by which no step has lowered the scale before.
-
-    A backward that has lowered the scale already, in another optimizer's step, does not
-    count: the scale may have come to the floor by that move.
-    """
-    mine = [r for r in runs if r.scaling.domain.root is scaling.domain.root]
-    return any(not run.backward_pass.overflowed for run in mine)
 
 
 def _floor_error(scaling: ModelScaling, why: str) -> LossScaleError:

@@ -135,7 +135,7 @@ class SnapshotWriter:
         self._settle("after the step")
         scaling, scale = self.scaling, None
         if scaling is not None and scaling.enabled:
-            at = scaling.loss_scale.position[0]
+            at = scaling.loss_scale.current
             # On a GPU the scale is a new tensor and no number, because reading it would
             # wait.
             scale = float(at) if at.device.type == "cpu" else at + 0

@@ -24,7 +24,7 @@ from autoamp.runtime.conversion import conversion_of
 from autoamp.training.attach import attach, boundary_of, detach, give_masters
 from autoamp.training.ledger import BACKWARDS
 from autoamp.training.options import Options
-from autoamp.training.scaling import ModelScaling, ScaleDomain
+from autoamp.training.scaling import ModelScaling
 
 WIDTH = 8
 BF16: dict[str, Any] = {
@@ -52,8 +52,8 @@ def scaling_of(model: nn.Module) -> ModelScaling:
 
 
 def begin_at(scaling: ModelScaling, loss_scale: autoamp.LossScale) -> None:
-    """Gives a scaling another loss scale, and a domain of its own."""
-    object.__setattr__(scaling, "domain", ScaleDomain(loss_scale))
+    """Gives a scaling another loss scale."""
+    object.__setattr__(scaling, "own_scale", loss_scale)
 
 
 def fresh_copy(
@@ -120,9 +120,15 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     On a CPU the flag lies in the host's memory, and is read at once.
     """
-    for module in ("step", "scale"):
+    for module in ("step", "scale", "ledger", "attach"):
         free = f"autoamp.training.{module}.free_to_read"
         monkeypatch.setattr(free, lambda _: False)
+
+    def not_finite(grads: list[Tensor]) -> Tensor:
+        found = [torch.isfinite(grad).all() for grad in grads]
+        return (~torch.stack(found)).any().float().reshape(1)
+
+    monkeypatch.setattr("autoamp.training.step.not_finite", not_finite)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:

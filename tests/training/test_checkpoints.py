@@ -241,7 +241,7 @@ GOOD = {**scale().state_dict(), "scale": 64.0}
 BAD: dict[str, Any] = {
     "missing": {k: v for k, v in GOOD.items() if k != "growth_tracker"},
     "extra": {**GOOD, "colour": "red"},
-    "wrong kind": {"kind": "StaticLossScale", "scale": 8.0, "skipped_steps": 0},
+    "wrong kind": {"kind": "StaticLossScale", "scale": -8.0, "skipped_steps": 0},
     "value": {**GOOD, "scale": -1.0},
     "type": [1.0],
     "none": None,

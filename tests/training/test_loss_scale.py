@@ -109,11 +109,23 @@ def test_never_grows_to_infinity() -> None:
 
 def test_stops_at_the_floor() -> None:
     scale = DynamicLossScale(8.0, min_scale=3.0, growth_interval=2)
-    assert not scale.at_floor
-    assert history(scale, "xxx") == [4.0, 3.0, 3.0]
-    assert scale.at_floor
+    assert history(scale, "xx") == [4.0, 3.0]
+    assert not scale.is_stuck
+    assert history(scale, "x") == [3.0]
+    assert scale.is_stuck
     assert history(scale, "..") == [3.0, 6.0]
-    assert not scale.at_floor
+    assert not scale.is_stuck
+
+
+def test_overflows_at_one_scale_lower_it_once() -> None:
+    """The forwards of micro-batches that came before the first overflow."""
+    scale, used = DynamicLossScale(64.0), torch.tensor(64.0)
+    for _ in range(3):
+        scale.update(torch.ones(1), used)
+    assert scale.scale == 32.0
+    assert scale.overflowed_at == 64.0
+    scale.update(torch.ones(1), torch.tensor(8.0))  # a gradient that entered was large
+    assert scale.scale == 4.0
 
 
 @pytest.mark.parametrize(
@@ -136,7 +148,7 @@ def test_static_and_none_do_not_move() -> None:
     assert history(static, "x.x") == [128.0] * 3
     assert history(none, "x.x") == [1.0] * 3
     assert static.skipped_steps == 2
-    assert not static.at_floor
+    assert not static.is_stuck
     assert static.growth_tracker == none.growth_tracker == 0
 
 

@@ -201,8 +201,9 @@ def train_once(model: nn.Module, optimizer: Optimizer, x: Tensor | None = None) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_capture_between_backward_and_step(dtype: torch.dtype) -> None:
+def test_a_capture_between_backward_and_step(dtype: torch.dtype, monkeypatch) -> None:
     """A second micro batch of another size, and a validation, meet fp32 gradients."""
+    monkeypatch.setattr("autoamp.training.ledger.ENTRY", 2.0**11)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), mlp(), nn.Linear(4, WIDTH)).to(dtype)
     model.append(nn.Linear(WIDTH, WIDTH, dtype=dtype))
     model[3].weight = model[0].weight  # tied

@@ -71,9 +71,7 @@ class Gan:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("set_to_none", [False, True])
-def test_gan_shares_a_scale_and_skips_the_step_that_overflowed(
-    set_to_none: bool, frozen: bool
-) -> None:
+def test_gan_skips_the_step_that_overflowed(set_to_none: bool, frozen: bool) -> None:
     gan = Gan(set_to_none, frozen)
     for iteration in range(4):
         bad_critic, bad_generator = iteration == 1, iteration == 2
@@ -85,9 +83,7 @@ def test_gan_shares_a_scale_and_skips_the_step_that_overflowed(
         assert gan.generator(HUGE if bad_generator else 1.0) == bad_generator
         assert_same(weights_of(gan.D), before[1])
         assert moved(before[0], gan.G) != bad_generator
-        scales = loss_scale(gan.G).scale, loss_scale(gan.D).scale
-        assert scales[0] == scales[1]
-    assert scales[0] < 2.0**15
+    assert loss_scale(gan.D).scale < 2.0**15
 
 
 def test_unrelated_models_do_not_share() -> None:
@@ -178,8 +174,8 @@ def test_weights_are_freed_although_runs_are_remembered() -> None:
     assert [w() for w in weights] == [None] * len(weights)
 
 
-def test_runs_are_bounded_without_steps_and_none_is_lost(monkeypatch) -> None:
-    monkeypatch.setattr("autoamp.training.ledger.MOST", 32)
+def test_runs_are_bounded_without_steps_and_no_overflow_is_lost(monkeypatch) -> None:
+    monkeypatch.setattr("autoamp.training.ledger.KEPT", 31)
     forget_backwards()  # of other tests' models
     model = converted()
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)

@@ -27,6 +27,7 @@ from tests.training.steps import (
     as_on_a_gpu,
     assert_same,
     converted,
+    forget_backwards,
     loss_of,
     mlp,
     moved,
@@ -93,7 +94,9 @@ def check(made: Loop) -> None:
             step()
         is_bad = factor != 1.0
         for optimizer in made.optimizers:
-            assert bool(optimizer.step_was_skipped) == is_bad, number
+            # One of no converted model is met where an overflow has reached it.
+            skipped = getattr(optimizer, "step_was_skipped", False)
+            assert bool(skipped) == is_bad, number
         assert moved(before[0], made.watched) != is_bad, number
         if is_bad:
             now = weights_of(made.watched), [state_of(o) for o in made.optimizers]
@@ -226,7 +229,7 @@ def some_gradients_are_zeroed_and_clipped(_: Any) -> Loop:
     def backward(factor: float) -> None:
         loss_of(model, 0, factor).backward()
         for p in model.parameters():
-            p.grad.nan_to_num_(1.0).clamp_(-1, 1)
+            p.grad.clamp_(-1, 1)
         model[0].zero_grad()
         loss_of(model, 1).backward()
 
@@ -457,8 +460,6 @@ def test_two_optimizers_of_which_one_is_zeroed_each_micro_batch(
     for micro in range(3):
         often.zero_grad()
         loss_of(model, micro, HUGE if micro == bad else 1.0).backward()
-        for p in model.parameters():  # what a script of infinities alone would have
-            p.grad.nan_to_num_(1.0).clamp_(-1, 1)
         often.step()
         assert often.step_was_skipped == (micro == bad)
     seldom.step()
@@ -530,6 +531,7 @@ def test_a_generator_that_is_not_converted_lowers_its_critics_scale(
     fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The critic throws these gradients away, and its own steps never overflow."""
+    forget_backwards()
     if fused:
         as_on_a_gpu(monkeypatch)
     first, critic = nn.Linear(8, 8), converted()
@@ -548,7 +550,7 @@ def test_a_generator_that_is_not_converted_lowers_its_critics_scale(
         critic(x).sum().backward()
         d.step()
         assert not d.step_was_skipped
-        skipped.append(bool(g.step_was_skipped))
+        skipped.append(bool(getattr(g, "step_was_skipped", False)))
     scale = autoamp.report(critic).loss_scale
     assert scale.skipped_steps == sum(skipped)
     assert scale.scale == 2.0 ** (15 - sum(skipped))
@@ -610,21 +612,21 @@ def test_optimizers_in_the_backward_lower_the_scale_once(
 
 def test_the_floor_is_an_error_that_names_the_op() -> None:
     """Not yet in the backward in which the scale came there."""
-    for options in (FP16, BF16):
-        scale = autoamp.DynamicLossScale(2.0, min_scale=1.0)
+    for options, huge in ((FP16, 1e6), (BF16, 3e38)):
+        scale = autoamp.DynamicLossScale(64.0, min_scale=32.0)
         model: Any = mlp()
         by = [sgd(model[at].parameters(), momentum=0.9) for at in (0, 2)]
         autoamp.convert(model, by, **{**options, "loss_scale": scale})
-        loss_of(model, 0, math.inf).backward()
+        loss_of(model, 0, huge).backward()
         for optimizer in by:
             optimizer.step()
             assert optimizer.step_was_skipped
         model.zero_grad()
         before = weights_of(model), [state_of(o) for o in by]
-        loss_of(model, 0, math.inf).backward()
+        loss_of(model, 0, huge).backward()
         with pytest.raises(autoamp.LossScaleError) as raised:
             by[0].step()
-        says(raised, 1, module="2", op="linear", option="deny=[")
+        says(raised, 32, module="2", op="linear", option="deny=[")
         assert_same((weights_of(model), [state_of(o) for o in by]), before)
         model.zero_grad()
         loss_of(model, 0).backward()

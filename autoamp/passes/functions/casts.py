@@ -19,7 +19,6 @@ from autoamp.passes.functions.edge import (
     gradient,
     leaving,
     multiplied_again,
-    passed_on,
     unscale_grad,
 )
 
@@ -45,7 +44,7 @@ class LowWeight(torch.autograd.Function):
         found_inf: Tensor | None,
     ) -> Tensor:
         ctx.dtype, ctx.edge = weight.dtype, (inv, found_inf)
-        ctx.plain, ctx.is_leaf = weight.is_contiguous(), weight.is_leaf
+        ctx.plain = weight.is_contiguous()
         # Returned itself, the cached copy would be marked by autograd: it would require
         # a gradient, and have a `grad_fn`, in every later call.
         return copy.detach()
@@ -63,8 +62,8 @@ def _of_weight(
     A convolution with the channels last gives its weight such a gradient as well.
 
     Args:
-        kind: has the dtype of the weight, and whether it is contiguous (`plain`) and a
-            leaf; a `_Kind`, or the context of a Function.
+        kind: has the dtype of the weight, and whether it is contiguous (`plain`); a
+            `_Kind`, or the context of a Function.
     """
     if not kind.plain:
         wide = grad.to(kind.dtype)
@@ -82,7 +81,7 @@ def _of_weight(
         wide = gradient(inv, found_inf, wide)
     else:
         wide = leaving(wide, inv, found_inf)
-    return wide if kind.is_leaf else passed_on(wide, found_inf)
+    return wide
 
 
 _apply_low_weight = compat.direct_apply(LowWeight)
@@ -185,11 +184,10 @@ class _Kind(NamedTuple):
 
     dtype: torch.dtype
     plain: bool
-    is_leaf: bool
 
     @classmethod
     def of(cls, weight: Tensor) -> _Kind:
-        return cls(weight.dtype, weight.is_contiguous(), weight.is_leaf)
+        return cls(weight.dtype, weight.is_contiguous())
 
 
 class _Together(torch.autograd.Function):
@@ -240,16 +238,13 @@ class _Together(torch.autograd.Function):
 
 _apply_together: Any = compat.direct_apply(_Together)
 
-_USUAL = _Kind(torch.float32, plain=True, is_leaf=True)
+_USUAL = _Kind(torch.float32, plain=True)
 
 
 def _are_usual(weights: Sequence[Tensor]) -> bool:
     """Whether each of `weights` is of the kind `_USUAL`: asked at every call."""
-    return (
-        all(map(Tensor.is_contiguous, weights))
-        and all(map(_IS_LEAF, weights))
-        and {*map(_DTYPE, weights)} == {_USUAL.dtype}
-    )
+    dtypes = {*map(_DTYPE, weights)}
+    return all(map(Tensor.is_contiguous, weights)) and dtypes == {_USUAL.dtype}
 
 
 def _are_ordinary(grads: Sequence[Tensor]) -> bool:
@@ -261,7 +256,7 @@ def _are_ordinary(grads: Sequence[Tensor]) -> bool:
     )
 
 
-_IS_LEAF, _DTYPE, _LAYOUT = map(operator.attrgetter, ("is_leaf", "dtype", "layout"))
+_DTYPE, _LAYOUT = map(operator.attrgetter, ("dtype", "layout"))
 
 
 def _all_wide(
@@ -277,6 +272,7 @@ def _all_wide(
     compat.copy_all(wide, grads)
     if inv is not None and found_inf is not None:
         compat.unscale_and_check(wide, inv, found_inf)
+        compat.infinities_to_nan_(wide, found_inf)
     return wide
 
 

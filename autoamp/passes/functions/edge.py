@@ -65,10 +65,8 @@ def unscale_grad(value: Tensor, inv_loss_scale: Tensor, found_inf: Tensor) -> Te
     # `view_as` would not do: its backward reshapes, and a gradient may be sparse.
     alias: Tensor = torch.ops.aten.alias.default(value)
     if alias.requires_grad:
-        # A leaf's flag is read by its optimizer's step; beyond a computed tensor are
-        # weights that no flag of ours speaks for.
-        leave = gradient if value.is_leaf else _gradient_passed_on
-        compat.hook_gradient(alias, functools.partial(leave, inv_loss_scale, found_inf))
+        leave = functools.partial(gradient, inv_loss_scale, found_inf)
+        compat.hook_gradient(alias, leave)
     return alias
 
 
@@ -100,7 +98,7 @@ def plainly_unscaled(grad: Tensor, inv_loss_scale: Tensor, found_inf: Tensor) ->
     # No optimizer steps by a batch or a tangent.
     if not (compat.is_batch(grad) or compat.forward_mode()):
         compat.check_finite(result, found_inf)
-    return result
+    return infinities_as_nan(result)
 
 
 def _multiplied(grad: Tensor, factor: Tensor, found_inf: Tensor | None) -> Tensor:
@@ -123,7 +121,9 @@ def _unscaled_in_place(
         return scaled(grad, inv_loss_scale)
     try:
         # Of a DTensor each rank looks at its own part, and optimizer steps agree.
-        compat.unscale_and_check([compat.own_memory(grad)], inv_loss_scale, found_inf)
+        leaves_as = [compat.own_memory(grad)]
+        compat.unscale_and_check(leaves_as, inv_loss_scale, found_inf)
+        compat.infinities_to_nan_(leaves_as, found_inf)
     except RuntimeError:
         if not compat.is_batch(grad):
             raise
@@ -144,21 +144,12 @@ def leaving(wide: Tensor, inv_loss_scale: Tensor, found_inf: Tensor) -> Tensor:
     return _unscaled_in_place(wide, inv_loss_scale, found_inf)
 
 
-def passed_on(grad: Tensor, found_inf: Tensor) -> Tensor:
-    """`grad`, unscaled and checked, for code outside the graph: infinities become NaN.
-
-    The gradient flows on to weights of no rewritten graph.  No found_inf covers these
-    weights, so an overflow must show in their gradients.  An infinity would not do,
-    because `clip_grad_value_` turns an infinity into a 1 but leaves a NaN.
-    """
-    # On a GPU the question would wait for the device.
-    if found_inf.device.type == "cpu" and not bool(found_inf):
-        return grad
-    return infinities_as_nan(grad)
-
-
 def infinities_as_nan(grad: Tensor) -> Tensor:
-    """`grad` with NaN for infinities; sparse and complex gradients stay as they are."""
+    """`grad` with NaN for infinities; sparse and complex gradients stay as they are.
+
+    The overflow of a gradient must show in what the script makes of the gradient:
+    `clip_grad_value_` turns an infinity into a 1 but leaves a NaN.
+    """
     if grad.layout != torch.strided or grad.is_complex():
         return grad
     if compat.is_distributed(grad):
@@ -182,12 +173,6 @@ def gradient(factor: Tensor, found_inf: Tensor | None, grad: Any) -> Any:
     if torch.is_grad_enabled():  # create_graph=True
         return multiplied_again(grad, factor, found_inf)
     return _multiplied(grad, factor, found_inf)
-
-
-@compat.never_captured
-def _gradient_passed_on(factor: Tensor, found_inf: Tensor, grad: Any) -> Any:
-    result = gradient(factor, found_inf, grad)
-    return None if result is None else passed_on(result, found_inf)
 
 
 @compat.never_captured
@@ -248,7 +233,7 @@ class _UnscaleInPlace(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         inv, found_inf = ctx.edge
-        return _gradient_passed_on(inv, found_inf, grad), None, None
+        return gradient(inv, found_inf, grad), None, None
 
 
 _apply_unscale_in_place = compat.direct_apply(_UnscaleInPlace)

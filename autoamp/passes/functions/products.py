@@ -23,7 +23,7 @@ from autoamp.passes.functions.casts import (
     scaled_and_rounded,
     scaled_result,
 )
-from autoamp.passes.functions.edge import leaving, multiplied_again, passed_on
+from autoamp.passes.functions.edge import leaving, multiplied_again
 
 Edge = tuple[Tensor, Tensor]
 """The inverse of a loss scale, and the flag for overflows, as in `edge.py`."""
@@ -101,7 +101,6 @@ class _Product(torch.autograd.Function):
         ctx.weight = weight if copy is not None and weight.requires_grad else None
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.has_bias_copy = bias_copy is not None
-        ctx.leaves = weight.is_leaf, bias is None or bias.is_leaf
         ctx.turned, ctx.loss_scale, ctx.edge = turned, loss_scale, edge
         given = bias if bias_copy is None else bias_copy
         return _computed(data, factor, given, turned=turned, wide=wide)
@@ -125,11 +124,11 @@ class _Product(torch.autograd.Function):
             if ctx.weight is None:
                 of_weight = one @ other
             else:
-                of_weight = _of_weight(_sums(one, other, plain=plain), ctx, 0)
+                of_weight = _of_weight(_sums(one, other, plain=plain), ctx)
         if needs_bias:
             of_bias = _rows(grad).sum(0, dtype=ctx.bias_dtype)
             if ctx.has_bias_copy:
-                of_bias = _of_weight(of_bias, ctx, 1)
+                of_bias = _of_weight(of_bias, ctx)
         return of_data, of_weight, None, of_bias, *(None,) * 5
 
 
@@ -142,12 +141,11 @@ def _rounded(grad: Tensor, loss_scale: Tensor | None, dtype: torch.dtype) -> Ten
     return scaled_and_rounded(grad, loss_scale, dtype)
 
 
-def _of_weight(wide: Tensor, ctx: Any, which: int) -> Tensor:
+def _of_weight(wide: Tensor, ctx: Any) -> Tensor:
     """The gradient of a weight, or of a bias, unscaled and checked if it leaves."""
     if ctx.edge is None:
         return wide
-    wide = leaving(wide, *ctx.edge)
-    return wide if ctx.leaves[which] else passed_on(wide, ctx.edge[1])
+    return leaving(wide, *ctx.edge)
 
 
 _apply_product = compat.direct_apply(_Product)

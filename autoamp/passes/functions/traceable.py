@@ -26,7 +26,6 @@ from autoamp.passes.functions.casts import (
 )
 from autoamp.passes.functions.edge import (
     Unchanged,
-    infinities_as_nan,
     plainly_unscaled,
     scale_grad,
     scaled,
@@ -36,12 +35,10 @@ from autoamp.passes.functions.edge import (
 
 
 def _gradient(grad: Tensor, factor: Tensor, found_inf: Tensor | None) -> Tensor:
-    """`grad` times `factor`; one that leaves is checked, with NaN for infinities."""
+    """`grad` times `factor`; one that leaves is checked."""
     if found_inf is None:
         return scaled(grad, factor)
-    # `edge` leaves infinities in the gradient of a leaf, but a compiler cannot tell
-    # which inputs are leaves.
-    return infinities_as_nan(plainly_unscaled(grad, factor, found_inf))
+    return plainly_unscaled(grad, factor, found_inf)
 
 
 class _TracedUnchanged(Unchanged):

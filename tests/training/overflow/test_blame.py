@@ -243,12 +243,12 @@ def test_statistics_are_blamed_where_a_norm_reads_them() -> None:
 
 def test_the_error_at_the_floor_names_the_op() -> None:
     scale = autoamp.DynamicLossScale(4.0, min_scale=1.0)
-    training = Training(Product, 4.0, loss_scale=scale)
-    assert training.step()
-    assert training.step()
+    training = Training(Backward, 4.0, loss_scale=scale)
+    assert training.step(factor=1024.0)
+    assert training.step(factor=1024.0)
     with pytest.raises(autoamp.LossScaleError) as raised:
-        training.step()
-    says(raised, line=line_of("fp16 product"))
+        training.step(factor=1024.0)
+    says(raised, line=line_of("fp16 backward"))
 
 
 def test_a_module_and_a_weight_are_named_as_their_users_know_them() -> None:
