@@ -107,29 +107,17 @@ def seen_as(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     return use
 
 
-def unscale_and_check(
-    grads: Sequence[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor
-) -> None:
-    """Multiplies fp32 gradients by 0-dim `inv_scale` in place, in one op with a check.
+unscale_and_check = torch._amp_foreach_non_finite_check_and_unscale_
+"""Multiplies a list of fp32 gradients by a 0-dim factor in place, in one op with a check.
 
-    `found_inf` (one fp32 element) becomes 1 where one of `grads`, which are on one
-    device, is not finite.  The kernel is the one `torch.amp.GradScaler` uses.
-    """
-    torch._amp_foreach_non_finite_check_and_unscale_([*grads], found_inf, inv_scale)
+Given the list, one fp32 element and the factor, which are on one device, it sets the
+element to 1 where a gradient is not finite.  It is the kernel of
+`torch.amp.GradScaler`."""
 
 
-def infinities_to_nan_(grads: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
-    """Makes the infinities in fp32 `grads`, of one device, NaN, where there are any.
-
-    Args:
-        found_inf: 0 where all of `grads` are finite.
-    """
-    if found_inf.is_cpu:
-        if found_inf:
-            for grad in grads:
-                grad.nan_to_num_(torch.nan, torch.nan, torch.nan)
-        return
-    # x + 0 (x - x): one op for all, without a wait for the flag.
+def infinities_to_nan_(grads: Sequence[torch.Tensor]) -> None:
+    """Makes the infinities in fp32 `grads`, of one device, NaN, without a wait."""
+    # x + 0 (x - x), in one op for all.
     torch._foreach_lerp_([*grads], [*grads], 0.0)
 
 
@@ -284,12 +272,15 @@ def _is_reached(node: Any) -> bool:
 def largest_magnitude(grad: torch.Tensor) -> torch.Tensor | None:
     """The largest magnitude in `grad`, 0-dim fp32, without a wait; NaN if one is NaN.
 
-    None for other layouts than dense.
+    None for a batch of gradients, and for other layouts than dense.
     """
     part: Any = grad.detach() if grad.requires_grad else grad
     if type(part) is not torch.Tensor and hasattr(part, "to_local"):
         part = part.to_local()
     if type(part) is not torch.Tensor or part.layout != torch.strided:
+        return None
+    functorch = torch._C._functorch
+    if functorch.is_batchedtensor(part) or functorch.is_legacy_batchedtensor(part):
         return None
     count = part.numel()
     if not count:

@@ -175,7 +175,7 @@ class GraphRun:
 
 def _entered(grad: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor | None:
     """The largest magnitude of a gradient that enters; None where it is not known."""
-    found = None if compat.is_batch(grad) else compat.largest_magnitude(grad)
+    found = compat.largest_magnitude(grad)
     if found is None or value is None:
         return found
     # The gradient of a loss to itself is 1, also of a loss that is NaN.

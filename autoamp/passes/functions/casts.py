@@ -271,8 +271,9 @@ def _all_wide(
     ]
     compat.copy_all(wide, grads)
     if inv is not None and found_inf is not None:
-        compat.unscale_and_check(wide, inv, found_inf)
-        compat.infinities_to_nan_(wide, found_inf)
+        compat.unscale_and_check(wide, found_inf, inv)
+        if not found_inf.is_cpu or found_inf:
+            compat.infinities_to_nan_(wide)
     return wide
 
 

@@ -121,9 +121,10 @@ def _unscaled_in_place(
         return scaled(grad, inv_loss_scale)
     try:
         # Of a DTensor each rank looks at its own part, and optimizer steps agree.
-        leaves_as = [compat.own_memory(grad)]
-        compat.unscale_and_check(leaves_as, inv_loss_scale, found_inf)
-        compat.infinities_to_nan_(leaves_as, found_inf)
+        parts = [grad if type(grad) is Tensor else compat.own_memory(grad)]
+        compat.unscale_and_check(parts, found_inf, inv_loss_scale)
+        if not found_inf.is_cpu or found_inf:
+            compat.infinities_to_nan_(parts)
     except RuntimeError:
         if not compat.is_batch(grad):
             raise
