@@ -108,11 +108,10 @@ def seen_as(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
 
 
 unscale_and_check = torch._amp_foreach_non_finite_check_and_unscale_
-"""Multiplies a list of fp32 gradients by a 0-dim factor in place, in one op with a check.
+"""Multiplies a list of fp32 gradients by a 0-dim factor in place, with a check, in one op.
 
-Given the list, one fp32 element and the factor, which are on one device, it sets the
-element to 1 where a gradient is not finite.  It is the kernel of
-`torch.amp.GradScaler`."""
+It takes the list, one fp32 element and the factor, all on one device, and sets the
+element to 1 where a gradient is not finite.  `torch.amp.GradScaler` uses it too."""
 
 
 def infinities_to_nan_(grads: Sequence[torch.Tensor]) -> None:
