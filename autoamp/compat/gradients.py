@@ -108,7 +108,7 @@ def seen_as(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
 
 
 unscale_and_check = torch._amp_foreach_non_finite_check_and_unscale_
-"""Multiplies a list of fp32 gradients by a 0-dim factor in place, with a check, in one op.
+"""Multiplies a list of fp32 gradients by a 0-dim factor in place, and checks them.
 
 It takes the list, one fp32 element and the factor, all on one device, and sets the
 element to 1 where a gradient is not finite.  `torch.amp.GradScaler` uses it too."""

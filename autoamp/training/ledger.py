@@ -11,6 +11,7 @@ import functools
 import logging
 import math
 import threading
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -209,7 +210,7 @@ class Backwards:
     """The backwards that run, by torch's ids, and the runs that were reached last."""
 
     def __init__(self) -> None:
-        self.runs: list[GraphRun] = []
+        self.runs: deque[GraphRun] = deque(maxlen=KEPT)
         self._number = 0
         self._running: dict[int, _Backward] = {}
         self._lock = threading.Lock()
@@ -231,8 +232,8 @@ class Backwards:
                 running = self._running[backward_id] = _Backward(trains=trains)
                 compat.at_backward_end(functools.partial(self._end, backward_id))
                 # The end of a backward that has raised is never told.
-                for old in [*self._running][:-_RUNNING]:
-                    del self._running[old]
+                if len(self._running) > _RUNNING:
+                    del self._running[min(self._running)]
             self._number += 1
             run.number = self._number
             if run.scaling not in running.first:
@@ -244,7 +245,7 @@ class Backwards:
                 run.begin(grad, value, trains=running.trains)
             run.backward_id = backward_id
             running.runs.append(run)
-            self.runs = [*self.runs[-KEPT:], run]
+            self.runs.append(run)
             # Inside a backward gradients are on only where it has `create_graph=True`.
             run.recorded = run.recorded or torch.is_grad_enabled()
 
@@ -341,11 +342,16 @@ def _move(scaling: ModelScaling, runs: Sequence[GraphRun], *, counts: bool) -> N
         counts: whether the backward is the first one since a step.
     """
     scale = scaling.loss_scale
-    flags = [(run, flag) for run in runs for flag in run.found_inf]
-    device = flags[0][1].device
-    if all(free_to_read(flag) for _, flag in flags):
-        flags = [(run, flag) for run, flag in flags if flag]
-    found, used = (compat.clear_flag(device), None) if flags else (_CLEAN, None)
+    flags = [
+        (run, flag)
+        for run in runs
+        for flag in run.found_inf
+        if not free_to_read(flag) or flag
+    ]
+    found, used = _CLEAN, None
+    if flags:
+        found = compat.clear_flag(flags[0][1].device)
+        device = found.device
     for run, each in flags:
         flag = each.to(device)
         if run.entered is not None:

@@ -344,8 +344,7 @@ class DynamicLossScale(LossScale):
         counts: bool = True,
     ) -> None:
         """Moves the scale when a backward has ended; see the base class."""
-        found, device = found_inf.reshape(()), found_inf.device
-        clean = free_to_read(found) and not found
+        clean = free_to_read(found_inf) and not found_inf
         if self._climb is not None and (counts or not clean):
             self._climb.count_step()
         if clean and free_to_read(self._tracker) and not self._grows(counts=counts):
@@ -353,6 +352,7 @@ class DynamicLossScale(LossScale):
             self._tracker = self._tracker + int(counts)
             self._found = self._stuck = _NO
             return
+        found, device = found_inf.reshape(()), found_inf.device
         before = self._scale.to(device)
         # The kernel writes in place, and graphs that have yet to run backward hold the
         # tensors of now.
@@ -681,7 +681,7 @@ _USUAL = {
 
 def free_to_read(flag: torch.Tensor) -> bool:
     """Whether `flag` is in the host's memory, so that reading it waits for nothing."""
-    return flag.device.type == "cpu"
+    return flag.is_cpu
 
 
 def _check_positive(name: str, value: Any) -> None:

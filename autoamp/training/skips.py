@@ -81,11 +81,13 @@ def _falls(scaling: ModelScaling, runs: Sequence[GraphRun]) -> bool:
 def _note_guarded(
     scaling: ModelScaling, params: Sequence[torch.Tensor], blamed: _Blamed, by: int
 ) -> None:
-    """Says why a step is skipped for a model whose graphs have no flags."""
+    """Says why a step is skipped that no graph of the model has made overflow."""
     is_first = not scaling.ledger.skips
+    # The loss scale of another rank may be on its way down.
+    elsewhere = scaling.adapts and compat.are_several()
     why = _accused(blamed, scaling, None)
     why = _noted(scaling, why or _of_parameters(params, _names_of(scaling.models)))
-    if is_first:
+    if is_first and not elsewhere:
         taken = f"; with {scaling.advice('guard', False)} they would be taken"
         logger.warning(
             "autoamp: %s: skipped %s. Nothing was written, and later steps are skipped "
@@ -98,7 +100,7 @@ def _note_guarded(
         logger.info("autoamp: %s: skipped %s", scaling.label, why)
     records = scaling.skip_watch.records
     cured = _watch(scaling, blamed, None, records, by=by, why=why)
-    if not cured:
+    if not (cured or (elsewhere and scaling.ledger.in_a_row < _AGAIN)):
         _say_standstill(scaling, f" ({why})")
 
 

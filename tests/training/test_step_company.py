@@ -14,6 +14,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import autoamp
 from autoamp import DynamicLossScale
+from autoamp.training.ledger import KEPT
 from tests.says import says
 from tests.training.steps import (
     BF16,
@@ -174,8 +175,7 @@ def test_weights_are_freed_although_runs_are_remembered() -> None:
     assert [w() for w in weights] == [None] * len(weights)
 
 
-def test_runs_are_bounded_without_steps_and_no_overflow_is_lost(monkeypatch) -> None:
-    monkeypatch.setattr("autoamp.training.ledger.KEPT", 31)
+def test_runs_are_bounded_without_steps_and_no_overflow_is_lost() -> None:
     forget_backwards()  # of other tests' models
     model = converted()
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
@@ -183,7 +183,7 @@ def test_runs_are_bounded_without_steps_and_no_overflow_is_lost(monkeypatch) -> 
     torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
     for _ in range(100):
         (model(torch.ones(1, 8)).sum() * 1e-3).backward()
-        assert runs_remembered() <= 32
+        assert runs_remembered() <= KEPT
     before = weights_of(model)
     optimizer.step()
     assert optimizer.step_was_skipped is True
