@@ -85,16 +85,15 @@ def take(
     way, flag, loss, args, kwargs = decided(boundary, args, kwargs)
     if way is Way.SKIP:
         return loss
-    boundary.inside = (
-        True  # torch's own hook before the step is to judge no second time
-    )
-    if way is Way.BY_KERNEL:
-        with _given_flag(boundary.optimizer, flag):
-            result = inner(*args, **kwargs)
-    else:
-        result = inner(*args, **kwargs)
-    boundary.inside = False
-    return result
+    # Torch's own hook before the step is not to judge the step a second time.
+    boundary.inside = True
+    try:
+        if way is Way.BY_KERNEL:
+            with _given_flag(boundary.optimizer, flag):
+                return inner(*args, **kwargs)
+        return inner(*args, **kwargs)
+    finally:
+        boundary.inside = False
 
 
 @compat.never_captured
