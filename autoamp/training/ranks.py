@@ -83,6 +83,17 @@ def _is_hooked(reducer: Any) -> bool:
     return _hooked[reducer]
 
 
+_covers: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
+
+
+def _covered(reducer: Any) -> frozenset[int]:
+    """The `id`s of a reducer's parameters, which it cannot get after a step either."""
+    if reducer not in _covers:
+        trained = (p for p in reducer.parameters() if p.requires_grad)
+        _covers[reducer] = frozenset(map(id, trained))
+    return _covers[reducer]
+
+
 def judged(scalings: Iterable[ModelScaling]) -> list[ModelScaling]:
     """Those of `scalings` for which steps may be skipped, about which ranks agree.
 
@@ -99,8 +110,12 @@ def team_of(scalings: Iterable[ModelScaling], params: Sequence[torch.Tensor]) ->
     reducers = [each for s in scalings for each in s.ledger.reducers]
     own = compat.shard_groups(params)
     own += [each for s in scalings for each in s.stage_groups]
+    held: frozenset[int] = frozenset().union(*map(_covered, reducers))
+    # A weight of the optimizer's that no reducer covers has each rank's own gradient.
+    outside = any(p.requires_grad and id(p) not in held for p in params)
+    apart = [r for r in reducers if outside or compat.leaves_out(r)]
     # A rank that is out of inputs shadows the collectives of its reducers, no others.
-    apart = [r for r in reducers if compat.leaves_out(r) and not compat.is_joining(r)]
+    apart = [r for r in apart if not compat.is_joining(r)]
     own += [each.process_group for each in apart]
     # Each rank finds the groups in this order, because they reduce one after the other:
     # ranks in two orders would wait for each other.

@@ -230,11 +230,12 @@ def not_finite(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 # -- agree -----------------------------------------------------------------------------
 #
 # Ranks step together or not at all.  Where DistributedDataParallel reduces every
-# gradient, all ranks read the same gradients, and decide alike.  Of sharded weights,
-# and of a pipeline's stages, each rank reads its own: there one flag is exchanged.  A
-# rank that skips a collective hangs all others.  So a rank takes part because of the
-# weights that its optimizer holds, never because of what the rank's own graphs did in
-# the step: a rank's model may have run no graph at all.
+# gradient, all ranks read the same gradients, and decide alike.  Of sharded weights, of
+# a pipeline's stages, and of weights that no DistributedDataParallel reduces, each rank
+# reads its own: there one flag is exchanged.  A rank that skips a collective hangs all
+# others.  So a rank takes part because of the weights that its optimizer holds, never
+# because of what the rank's own graphs did in the step: a rank's model may have run no
+# graph at all.
 
 
 def agree(boundary: OptimizerBoundary, reading: Reading) -> Reading:
