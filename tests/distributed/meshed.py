@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from tests.distributed.training import TOO_LARGE, WIDE, WIDTH, Block, Net
+from tests.distributed.training import WIDE, WIDTH, Block, Net
 from tests.small_models import BF16
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -73,7 +74,6 @@ class Ran:
 
     losses: list[float] = field(default_factory=list)
     skipped: list[bool] = field(default_factory=list)
-    scales: list[float] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     result: float = 0.0
     left: list[str] = field(default_factory=list)
@@ -107,7 +107,7 @@ def run(
             with region():
                 loss = made.loss(made.model(given), given)
             is_bad = (bad or {}).get(step) == rank
-            (loss * TOO_LARGE if is_bad else loss).backward()
+            (loss * math.inf if is_bad else loss).backward()
         adam.step()
         adam.zero_grad()
         ran.losses.append(float(_whole(loss)))
@@ -120,7 +120,6 @@ def run(
         report = autoamp.report(made.model)
         ran.left = [why for _, why in report.skipped]
         ran.share = report.coverage.low_flops / max(report.coverage.flops, 1)
-        ran.scales = [report.loss_scale.scale] if report.loss_scale else []
     return ran
 
 

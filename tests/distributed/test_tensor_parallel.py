@@ -49,7 +49,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(two: Ranks) -> None:
     found = two.run(run, 2, "columns and rows", "ours", precision="fp16", bad=bad)
     for each in found:
         assert each.skipped == [step in bad for step in range(4)]
-        assert each.scales == found[0].scales
         assert each.weights == found[0].weights
         assert all(torch.tensor(each.losses).isfinite())
 

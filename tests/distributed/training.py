@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -65,17 +66,13 @@ class Trained:
     weights: list[list[float]] = field(default_factory=list)
 
 
-TOO_LARGE = 1e36
-"""A loss multiplied by this has gradients that overflow in fp16 at any loss scale."""
-
-
 def steps(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batches: Iterable[tuple[Tensor, Tensor]],
     *,
     bad: Iterable[int] = (),
-    factor: float = TOO_LARGE,
+    factor: float = math.inf,
     call: Callable[..., Tensor] | None = None,
     accumulate: Callable[[int], AbstractContextManager[Any]] | None = None,
     autocast: bool = False,

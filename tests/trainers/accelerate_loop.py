@@ -54,7 +54,7 @@ for inputs, targets in loader:
         loss = nn.functional.mse_loss(model(inputs), targets)
         # Of two ranks one alone sees the bad batch, where one is asked for.
         bad = len(weights) - 1 == int(OPTIONS["bad"]) and (ALONE or rank == 1)
-        accelerator.backward(loss * 1e36 if bad else loss)
+        accelerator.backward(loss * torch.inf if bad else loss)
         if accelerator.sync_gradients:
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
         wrapper.step()

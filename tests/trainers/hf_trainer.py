@@ -47,12 +47,12 @@ class Weights(TrainerCallback):
 
 
 class CausalTrainer(Trainer):
-    """Its loss is out of all proportion at one step, where that is asked for."""
+    """Its loss is infinite at one step, where that is asked for."""
 
     def compute_loss(self, model, inputs, **kwargs):
         loss = super().compute_loss(model, inputs, **kwargs)
         bad = model.training and self.state.global_step == int(OPTIONS["bad"])
-        return loss * 1e36 if bad else loss
+        return loss * torch.inf if bad else loss
 
 
 def make_trainer():
