@@ -122,9 +122,8 @@ Norm = Callable[..., Any]
 def tolerating(original: Norm) -> Norm:
     """`torch.nn.utils.get_total_norm`, without its error for a step that is skipped.
 
-    No error is raised if a backward since the last step has overflowed under a loss
-    scale.  A loss that is infinite in itself is reported when the loss scale has
-    reached its floor.
+    No error is raised if a backward since the last step has overflowed under its loss
+    scale.  A loss that is not finite in itself is an error, as in fp32.
     """
 
     def total_norm(

@@ -298,8 +298,12 @@ class Backwards:
         return [r for r in self.runs if r.number > read or r.backward_id == last]
 
     def any_overflowed(self) -> bool:
-        """Whether the last backwards found an overflow; waits for the device."""
-        return any(run.overflowed for run in self.unread())
+        """Whether the last backwards overflowed by their loss scales; waits.
+
+        A gradient that was not finite as it entered is the script's own.
+        """
+        found = [run for run in self.unread() if run.overflowed]
+        return any(r.entered is None or bool(r.entered.isfinite()) for r in found)
 
 
 _RUNNING = 16

@@ -313,6 +313,18 @@ def test_clipping_still_refuses_what_is_infinite_by_itself(precision: str) -> No
         clip_grad_norm_([weight], 1.0, error_if_nonfinite=True)
 
 
+def test_clipping_still_refuses_a_loss_that_is_nan(precision: str) -> None:
+    model, x = mlp(), x_of()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    for factor in (1.0, torch.nan):
+        optimizer.zero_grad()
+        (model(x).sum() * factor).backward()
+        if factor == 1.0:
+            optimizer.step()
+    with pytest.raises(RuntimeError, match="non-finite"):
+        clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+
 def test_a_model_converted_by_name_tells_of_an_overflow_nobody_skips(caplog) -> None:
     model, x = Judged(), x_of(64)
     autoamp.convert(model, precision="fp16", do_no_harm=False)
