@@ -601,14 +601,24 @@ def _before_step(
         if wanted and not _has_masters(optimizer) and has_half(params_of(optimizer)):
             _say_compiled()
         name = type(optimizer).__name__
-        return None if _is_whole(name) else _in_python(optimizer, args, kwargs)
-    boundary = boundary_of(optimizer)
-    known, judged_already = (
-        boundary is not None,
-        boundary is not None and boundary.inside,
-    )
+        if _is_whole(name):
+            return None
+        # No masters are made here: the compiler has looked at the weights already.
+        return _in_python(optimizer, args, kwargs, known=True)
+    known = boundary_of(optimizer) is not None
     if _expecting:
         take_on(optimizer)
+    return _in_any_step(optimizer, args, kwargs, known)
+
+
+def _in_any_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], known: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Judges a step that has not been judged, and announces what it writes to.
+
+    Args:
+        known: whether the optimizer had a boundary before the step.
+    """
     # Models that were garbage-collected, not reverted, have left the hook behind.
     if not _scalings and not (_expecting and closure_of(args[1:], kwargs)):
         return None
@@ -624,6 +634,8 @@ def _before_step(
     tell_of_uncalled(optimizer, _scalings)
     if compat.are_several() and not have_shaken_hands(optimizer):
         _shake_hands(optimizer)
+    boundary = boundary_of(optimizer)
+    judged_already = boundary is not None and boundary.inside
     changed = None if judged_already else _judge_begun(optimizer, args[1:], kwargs)
     if changed is None or changed[0][0] is optimizer:
         # Announced writes cost nothing; a write that meets a sentinel first copies the
@@ -634,7 +646,7 @@ def _before_step(
 
 
 # Where the user compiles the step, the compiler is to leave this call alone.
-_in_python = torch.compiler.disable(_before_step)
+_in_python = torch.compiler.disable(_in_any_step)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
