@@ -64,6 +64,9 @@ logger = logging.getLogger(__name__)
 
 _STATE = "_autoamp"
 
+_Changed = tuple[tuple[Any, ...], dict[str, Any]] | None
+"""The changed arguments of a step, with the optimizer; None where nothing changes."""
+
 _scalings: weakref.WeakSet[ModelScaling] = weakref.WeakSet()
 _hook: list[RemovableHandle] = []
 _expecting: list[Options] = []
@@ -594,7 +597,7 @@ def _set_hook() -> None:
 
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+) -> _Changed:
     """Called inside every step, with the optimizer itself as `args[0]`."""
     if torch.compiler.is_dynamo_compiling():  # a step the user compiles
         wanted = bool(_expecting) and _expecting[0].masters != "off"
@@ -613,7 +616,7 @@ def _before_step(
 
 def _in_any_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], known: bool
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+) -> _Changed:
     """Judges a step that has not been judged, and announces what it writes to.
 
     Args:
@@ -646,7 +649,7 @@ def _in_any_step(
 
 
 # Where the user compiles the step, the compiler is to leave this call alone.
-_in_python = torch.compiler.disable(_in_any_step)
+_in_python: Callable[..., _Changed] = torch.compiler.disable(_in_any_step)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -682,7 +685,7 @@ _strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionar
 
 def _judge_begun(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+) -> _Changed:
     """Judges a step that has begun without the boundary's `step`.
 
     Returns:
