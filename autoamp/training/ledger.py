@@ -256,9 +256,14 @@ class Backwards:
             running = self._running.pop(backward_id, None)
         if running is None or not running.trains:
             return
-        for scaling, counts in running.first.items():
-            runs = [run for run in running.runs if run.scaling is scaling]
-            _move(scaling, runs, counts=counts)
+        # Models that the user gave one scale move it once.
+        of_scale: dict[int, list[ModelScaling]] = {}
+        for scaling in running.first:
+            of_scale.setdefault(id(scaling.loss_scale), []).append(scaling)
+        for scalings in of_scale.values():
+            runs = [run for run in running.runs if run.scaling in scalings]
+            counts = any(running.first[scaling] for scaling in scalings)
+            _move(scalings[0], runs, counts=counts)
 
     def settle(self, scaling: ModelScaling) -> None:
         """Moves a scale by what second derivatives have found, as a run begins.

@@ -92,6 +92,16 @@ def test_clean_backwards_count_once_a_step() -> None:
     assert (scale.growth_tracker, scale.scale) == (0, 2 * START)
 
 
+@pytest.mark.parametrize("factor", [1.0, 1e6])
+def test_models_that_were_given_one_scale_move_it_once(factor: float) -> None:
+    scale = DynamicLossScale(climbs=False)
+    models = [trained(Judged(), loss_scale=scale)[0] for _ in range(2)]
+    losses = [loss_of(model, 0, factor) for model in models]
+    torch.stack(losses).sum().backward()
+    assert scale.growth_tracker == (factor == 1.0)
+    assert scale.scale == (START if factor == 1.0 else START / 2)
+
+
 def loss_of_outputs(model: nn.Module, number: int, factor: float = 1.0) -> Tensor:
     x, y = batch(number)
     return nn.functional.mse_loss(model(x), y) * factor
