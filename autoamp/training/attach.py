@@ -728,7 +728,9 @@ def _owners(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[ModelS
     """
     owners = owners_of(params, judged(_scalings)) + guard.guards_of(optimizer, params)
     held = {id(p): p for p in params}
-    runs = [run for run in BACKWARDS.runs if run.leaves.are_among(held)]
+    # Most runs share their leaves, and a bystander's every step asks.
+    of_leaves = {id(run.leaves): run for run in BACKWARDS.runs}
+    runs = [run for run in of_leaves.values() if run.leaves.are_among(held)]
     passed = [run for run in BACKWARDS.unread() if _passed_on(run)]
     grads = [p.grad for p in params if p.grad is not None] if passed else []
     if grads:

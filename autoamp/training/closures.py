@@ -197,12 +197,17 @@ def _judge_evaluation(boundary: OptimizerBoundary) -> Way:
 
 
 def _may_be_cured(boundary: OptimizerBoundary, reading: Reading) -> bool:
-    """Whether the closure can be evaluated again, and a loss scale is lower by now."""
-    lower = any(
+    """Whether the closure can be evaluated again, and a loss scale is lower by now.
+
+    Each rank has loss scales of its own: one would evaluate again, and wait for others
+    that skip.
+    """
+    if compat.are_several() or not isinstance(boundary.optimizer, LBFGS):
+        return False
+    return any(
         run.overflowed and run.scaling.loss_scale.scale < float(run.used)
         for run in reading.runs
     )
-    return lower and isinstance(boundary.optimizer, LBFGS)
 
 
 def _end_evaluations(boundary: OptimizerBoundary, *, skipped: bool) -> None:

@@ -116,9 +116,8 @@ class GraphRun:
         if not self.magnitudes:
             return None
         inverse = self._edge[0][1]
-        return torch.stack([m.to(inverse.device) for m in self.magnitudes]).amax() * (
-            inverse
-        )
+        seen = torch.stack([m.to(inverse.device) for m in self.magnitudes])
+        return seen.amax() * inverse
 
     def begin(
         self, grad: torch.Tensor, value: torch.Tensor | None, *, trains: bool
@@ -287,7 +286,7 @@ class Backwards:
         return self._number
 
     def through(
-        self, scalings: Sequence[ModelScaling], since: int = -1
+        self, scalings: Sequence[ModelScaling], since: int
     ) -> list[GraphRun]:
         """All runs of the backwards that reached models of `scalings` after `since`."""
         runs = [run for run in self.runs if run.number > since]

@@ -148,3 +148,17 @@ def test_first_step_of_one_that_was_not_named(base: nn.Module, bad: int) -> None
     assert_same(weights_of(model), before)
     optimizer.step(Closure(model, 1))
     assert moved(before, model)
+
+
+def test_several_ranks_skip_what_one_alone_would_evaluate_again(
+    base: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss scale of another rank may not have moved: that rank skips."""
+    monkeypatch.setattr("autoamp.compat.are_several", lambda: True)
+    model = fresh_copy(base)
+    optimizer = lbfgs(model, None)
+    closure, before = Closure(model, 0, (0,)), weights_of(model)
+    optimizer.step(closure)
+    assert optimizer.step_was_skipped
+    assert closure.calls == 1
+    assert_same(weights_of(model), before)
