@@ -285,9 +285,7 @@ class Backwards:
         """The number of the run that was reached last."""
         return self._number
 
-    def through(
-        self, scalings: Sequence[ModelScaling], since: int
-    ) -> list[GraphRun]:
+    def through(self, scalings: Sequence[ModelScaling], since: int) -> list[GraphRun]:
         """All runs of the backwards that reached models of `scalings` after `since`."""
         runs = [run for run in self.runs if run.number > since]
         ids = {run.backward_id for run in runs if run.scaling in scalings}
