@@ -33,6 +33,7 @@ from autoamp.errors import (
     VerificationError,
 )
 from autoamp.passes.rules import Rules
+from autoamp.removed import NAMES as _REMOVED
 from autoamp.report.figures import LossScaleReport
 from autoamp.report.frontier import Frontier
 from autoamp.report.report import Report
@@ -42,8 +43,6 @@ from autoamp.tools.budget import Budget
 from autoamp.tools.compare import Comparison
 from autoamp.tools.find_overflow import Overflow
 from autoamp.tools.monitor import Monitor
-from autoamp.tools.plan import plan
-from autoamp.tools.plan_result import MeshPlan, Plan
 from autoamp.tools.tune import Tuning
 from autoamp.training.options import ConvertOptions
 from autoamp.training.scale import (
@@ -71,13 +70,11 @@ __all__ = [
     "LossScale",
     "LossScaleError",
     "LossScaleReport",
-    "MeshPlan",
     "Monitor",
     "NoLossScale",
     "OptionError",
     "Overflow",
     "PlacementError",
-    "Plan",
     "Report",
     "Rules",
     "RulesError",
@@ -96,7 +93,6 @@ __all__ = [
     "find_overflow",
     "is_converted",
     "load",
-    "plan",
     "report",
     "revert",
     "rewrite",
@@ -107,3 +103,10 @@ __all__ = [
 def __dir__() -> list[str]:
     """The public names, without the modules that importing them brings along."""
     return __all__
+
+
+def __getattr__(name: str) -> object:
+    """Says of a name that was removed what to use instead of it."""
+    if name in _REMOVED:
+        raise AttributeError(f"autoamp.{name} was removed: {_REMOVED[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,6 +14,8 @@ from typing import Any
 
 import click
 
+from autoamp_cli import removed
+
 INTERRUPTED = 130
 """The exit status of a command that Ctrl-C ended: 128 and the signal's number."""
 
@@ -32,6 +34,11 @@ class Command(click.Command):
             ctx.params.clear()
             again = ["--json=-" if word == "--json" else word for word in given]
             return super().parse_args(ctx, again)
+        except click.NoSuchOption as error:
+            instead = removed.OPTIONS.get((self.name or "", error.option_name))
+            if instead is None:
+                raise
+            ctx.fail(f"{error.option_name} was removed: {instead}")
 
 
 class Commands(click.Group):
@@ -51,6 +58,14 @@ class Commands(click.Group):
         ]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Says of a command that was removed what to use instead of it."""
+        if args[0] in removed.COMMANDS:
+            ctx.fail(f"`{args[0]}` was removed: {removed.COMMANDS[args[0]]}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs a command; Ctrl-C ends it with one line and status 130."""

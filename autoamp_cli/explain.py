@@ -14,9 +14,7 @@ from autoamp_cli.asked import (
     with_name,
 )
 from autoamp_cli.commands import command
-from autoamp_cli.mesh import mesh_options, with_mesh_options
-from autoamp_cli.outputs import PATH, answer, refuse_unwritable, show, with_json, write
-from autoamp_cli.problem import Problem
+from autoamp_cli.outputs import PATH, refuse_unwritable, show, with_json, write
 
 
 @command()
@@ -26,7 +24,6 @@ from autoamp_cli.problem import Problem
 @click.option("--full", is_flag=True, help="Print every op and cast, not a summary.")
 @click.option("--why", metavar="NODE", help="Print why NODE, or GRAPH:NODE, is low.")
 @with_device
-@with_mesh_options
 @with_convert_options
 @with_name
 def explain(
@@ -47,8 +44,8 @@ def explain(
     NAME is pkg.module:factory or file.py:factory, a function that returns (model, args)
     or (model, args, kwargs); a model of transformers, as transformers:gpt2 or
     "transformers:LlamaConfig(num_hidden_layers=2)"; or the path of a config.json.  The
-    model is called once, in fp32; what it prints goes to stderr.  With --mesh the
-    answer is that of autoamp plan --mesh.  - as a path is stdout.
+    model is called once, in fp32; what it prints goes to stderr.  - as a path is
+    stdout.
 
     \b
     Examples:
@@ -56,20 +53,8 @@ def explain(
       autoamp explain transformers:gpt2 --device h100 --json precision.json
       autoamp explain models.resnet:example --why conv2d
       autoamp explain models.resnet:example --dot - | dot -Tsvg > resnet.svg
-      autoamp explain transformers:llama --mesh dp=16,tp=8,pp=4 --device h100
     """
-    mesh, options = mesh_options(given), convert_options(given)
-    sizes: dict[str, Any] = {"batch": batch, "sequence": sequence}
     refuse_unwritable(json_to, html, dot)
-    if mesh:
-        if html or dot or full or why:
-            raise Problem("--mesh shows tables, and writes --json: leave out the rest")
-        with asking(name, "planning"):
-            from autoamp.tools import plan as plans
-
-            found = plans.plan(name, device=device, **sizes, **mesh, **options)
-        answer(found, json_to, found.to_json())
-        return
     with asking(name, "explaining"):
         from autoamp import api
         from autoamp.passes.decide.devices import full_name
@@ -77,9 +62,13 @@ def explain(
 
         if device is not None:
             full_name(device)  # refused before a model is made, which may take long
-        made = made_by(name, meta=True, **sizes)
+        made = made_by(name, meta=True, batch=batch, sequence=sequence)
         report = api.explain(
-            made.model, *made.args, kwargs=made.kwargs, device=device, **options
+            made.model,
+            *made.args,
+            kwargs=made.kwargs,
+            device=device,
+            **convert_options(given),
         )
         written = {json_to: report.to_json, html: report.to_html, dot: report.to_dot}
         texts = {path: make() for path, make in written.items() if path}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -96,28 +95,6 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's own memory of a DTensor, or `tensor` itself."""
     value: Any = tensor
     return cast(torch.Tensor, value.to_local()) if is_distributed(tensor) else tensor
-
-
-def is_distributed_type(kind: type) -> bool:
-    """Whether a type is that of DTensors."""
-    return issubclass(kind, torch.Tensor) and hasattr(kind, "device_mesh")
-
-
-def begin_fake_group(rank: int, size: int) -> bool:
-    """Makes this process rank `rank` of `size` that do not exist; False if it cannot.
-
-    Collectives of the group do nothing, and give tensors of the right shape.
-    """
-    try:
-        # The import registers the backend.
-        made = importlib.import_module("torch.testing._internal.distributed.fake_pg")
-    except ImportError:
-        return False
-    store = made.FakeStore()
-    torch.distributed.init_process_group(
-        "fake", store=store, rank=rank, world_size=size
-    )
-    return True
 
 
 _mode: list[Any] = [True]

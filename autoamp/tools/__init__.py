@@ -1,1 +1,1 @@
-"""What is asked of a model beside running it: bench, plan, budget, export, ..."""
+"""What is asked of a model beside running it: bench, budget, export, ..."""

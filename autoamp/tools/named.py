@@ -23,7 +23,7 @@ from torch import nn
 
 from autoamp.errors import OptionError
 from autoamp.messages import printable_line
-from autoamp.tools.plan_named import named_model, names_a_model
+from autoamp.tools.named_transformers import named_model, names_a_model
 
 _SITE = f"{os.sep}site-packages{os.sep}"
 _OURS = str(Path(__file__).resolve().parents[1])

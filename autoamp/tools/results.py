@@ -1,4 +1,4 @@
-"""`Result`: what `bench` and `plan` answer, as text, JSON, markdown and HTML."""
+"""`Result`: what `bench` answers, as text, JSON, markdown and HTML."""
 
 from __future__ import annotations
 

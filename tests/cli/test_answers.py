@@ -231,7 +231,6 @@ def test_each_option_is_advised_as_the_commands_take_it(
         "explain nets:layers --why linear",
         "compare nets:layers --tolerance 1e-9",
         "export nets:layers --target onnxruntime-cpu --out a.onnx",
-        "plan nets:layers",
     ],
 )
 def test_no_command_advises_keywords(line: str) -> None:

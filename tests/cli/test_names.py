@@ -29,7 +29,6 @@ ASKING = {
     "explain": "",
     "compare": "",
     "tune": "",
-    "plan": "--device a100",
     "bench": "--ways half --rounds 2 --steps 2",
     "export": "--out a.pt2",
 }
@@ -62,7 +61,7 @@ def test_each_command_takes_each_kind_of_name(command: str, config: str) -> None
         assert told.stdout
 
 
-@pytest.mark.parametrize("command", ["explain", "export --out a.pt2", "plan"])
+@pytest.mark.parametrize("command", ["explain", "export --out a.pt2"])
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [
@@ -93,10 +92,10 @@ def test_functions_take_names(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(autoamp.OptionError) as raised:
         autoamp.compare(GPT2, torch.ones(2, 2))
     says(raised, "named model", "batch", "sequence")
-    monkeypatch.setattr("autoamp.tools.plan_named.available", lambda _: 1000)
+    monkeypatch.setattr("autoamp.tools.named_transformers.available", lambda _: 1000)
     with pytest.raises(autoamp.OptionError) as raised:
         autoamp.tune(GPT2)
-    says(raised, "memory", "autoamp plan", "1.00 kB")
+    says(raised, "memory", "autoamp explain", "1.00 kB")
 
 
 def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
@@ -236,7 +235,6 @@ def test_a_wrong_shape_is_blamed_on_a_line_of_the_users(name: str) -> None:
         "compare",
         "export --out a.pt2",
         "tune",
-        "plan",
     ):
         told = call(f"{command} nets.py:{name} --convert-anyway --precision bf16")
         assert told.exit_code == 2

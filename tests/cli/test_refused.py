@@ -19,6 +19,11 @@ BENCH = "--ways half --rounds 2 --steps 2"
 
 ROWS: list[tuple[str, int, list[str]]] = [
     ("no-such-command", 2, ["no-such-command"]),
+    # -- what was removed, with what to use
+    ("plan transformers:gpt2", 2, ["plan", "removed", "autoamp explain"]),
+    ("explain nets:small --mesh dp=8", 2, ["--mesh", "removed", "--device"]),
+    ("explain nets:small --mesh=dp=8", 2, ["--mesh", "removed", "--device"]),
+    ("explain nets:small --mush dp=8", 2, ["No such option", "--mush"]),
     # -- run: the variables are read before a program takes this process's place
     ("run --precision fp8 s.py", 2, ["AUTOAMP_PRECISION", "fp8", "bf16"]),
     ("run --rules /proc/x s.py", 2, ["AUTOAMP_RULES", "/proc/x"]),

@@ -22,7 +22,7 @@ GUARDED = {
 }
 """A module that may be missing, the extra that brings it, and the file that says so."""
 
-NAMED = {"transformers": "tools/plan_named.py", "accelerate": "trainers.py"}
+NAMED = {"transformers": "tools/named_transformers.py", "accelerate": "trainers.py"}
 """A library that is imported where a user names one of its models, or asks for a hook
 into it, and the file that says how to install the library where it is missing."""
 

@@ -30,7 +30,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"autoamp_heat"}),
     frozenset({"messages"}),
     frozenset({"printed"}),
-    frozenset({"errors", "dtypes"}),
+    frozenset({"errors", "dtypes", "removed"}),
     frozenset({"compat"}),
     frozenset({"passes.ops"}),
     frozenset({"passes.functions", "passes.rules"}),

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 import autoamp
+from autoamp.removed import NAMES as REMOVED
+from tests.says import says
 
 NAMES = {
     "AutoampError",
@@ -26,13 +28,11 @@ NAMES = {
     "LossScale",
     "LossScaleError",
     "LossScaleReport",
-    "MeshPlan",
     "Monitor",
     "NoLossScale",
     "OptionError",
     "Overflow",
     "PlacementError",
-    "Plan",
     "Report",
     "Rules",
     "RulesError",
@@ -51,7 +51,6 @@ NAMES = {
     "find_overflow",
     "is_converted",
     "load",
-    "plan",
     "report",
     "revert",
     "rewrite",
@@ -106,6 +105,24 @@ def test_names() -> None:
     assert issubclass(autoamp.OptionError, ValueError)
     assert issubclass(autoamp.UnsupportedModelError, TypeError)
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", autoamp.__version__)
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_name_says_what_to_use(name: str) -> None:
+    assert name not in dir(autoamp)
+    assert not hasattr(autoamp, name)
+    with pytest.raises(AttributeError) as raised:
+        getattr(autoamp, name)
+    says(raised, f"autoamp.{name}", "removed", REMOVED[name])
+    for there in re.findall(r"autoamp\.(\w+)", REMOVED[name]):
+        assert there in NAMES
+
+
+def test_a_name_that_never_was_is_no_removed_one() -> None:
+    with pytest.raises(AttributeError) as raised:
+        getattr(autoamp, "never_was")  # noqa: B009 (mypy knows that it is not there)
+    says(raised, "autoamp", "never_was")
+    assert "removed" not in str(raised.value)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

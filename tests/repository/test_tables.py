@@ -56,7 +56,7 @@ PAGES = {
 } | {
     name: name
     for name in (
-        *("accumulators", "budget", "calibration", "conformance", "curves", "explain"),
+        *("budget", "calibration", "conformance", "curves", "explain"),
         *("exported", "first_call", "guard", "isolated", "layouts", "overhead", "page"),
         *("parallel", "ranks", "short_programs", "zoo"),
     )
@@ -67,7 +67,6 @@ H100 = "nvidia-h100-80gb-hbm3"
 PAGES_OF_MODELS = {
     "compiled": ("compiled", Setting()),
     "decoding": ("decoding", Setting()),
-    "meshes": ("meshes", Setting()),
     "prediction": ("prediction", Setting()),
     "beside_half": ("beside_half", Setting()),
     "training": ("training", Setting()),

@@ -16,7 +16,7 @@ import pytest
 import autoamp
 from autoamp import dtypes
 from autoamp.passes import options as passes
-from autoamp.tools import bench_ways, export_targets, plan_step
+from autoamp.tools import bench_ways, export_targets
 from autoamp.training import options, scale
 from tests.says import says
 
@@ -25,7 +25,6 @@ REPO = Path(__file__).parents[2]
 
 TABLES = [
     (dtypes.LowName, dtypes.LOW_DTYPES),
-    (plan_step.OptimizerName, plan_step.OPTIMIZERS),
     (export_targets.TargetName, export_targets.targets()),
 ]
 """Words that have a row in a table, and the table."""

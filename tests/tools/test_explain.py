@@ -218,16 +218,6 @@ def test_a_device_has_the_names_that_people_use(name: str, key: str) -> None:
 )
 def test_an_unknown_device_is_told_with_the_nearest(name: str, nearest: str) -> None:
     model, x = nn.Linear(8, 8), torch.ones(2, 8)
-    for ask in (autoamp.explain, autoamp.plan):
-        with pytest.raises(autoamp.OptionError) as raised:
-            ask(model, x, device=name)
-        says(raised, repr(name), f"nearest name is {nearest!r}", "rtx3090")
-
-
-def test_a_product_is_planned_with_its_own_figures() -> None:
-    with torch.device("meta"):
-        model, x = nn.Linear(2048, 2048), torch.empty(64, 2048)
-    found = {name: autoamp.plan(model, x, device=name) for name in ("l4", "rtx4090")}
-    assert found["l4"].hardware == "L4 24 GB"
-    seconds = {name: each.way("fp32").seconds or 0 for name, each in found.items()}
-    assert seconds["l4"] > 2 * seconds["rtx4090"]
+    with pytest.raises(autoamp.OptionError) as raised:
+        autoamp.explain(model, x, device=name)
+    says(raised, repr(name), f"nearest name is {nearest!r}", "rtx3090")

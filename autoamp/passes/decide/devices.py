@@ -395,25 +395,6 @@ def named_device(name: str, low: torch.dtype) -> Device:
     )
 
 
-def product_of(name: str) -> str:
-    """The product whose figures stand for a full name such as "cuda:sm_90", or ""."""
-    return str(figures().get(name.partition(":")[2], {}).get("model", ""))
-
-
-def memory_of(name: str) -> int | None:
-    """Bytes of memory of the product that `product_of` names; None if unknown.
-
-    "cuda" is the first GPU of this machine.
-    """
-    kind, _, model = name.partition(":")
-    is_a_gpu = kind_of(kind).is_asynchronous and model not in figures()
-    if is_a_gpu and is_here(kind):
-        # (free, total)
-        return int(torch.get_device_module(kind).mem_get_info(int(model or 0))[1])
-    size = figures().get(model, {}).get("memory_gb")
-    return None if size is None else int(size * 10**9)
-
-
 def available(device: torch.device) -> int | None:
     """Bytes that can still be allocated; None where this is unknown."""
     if device.type == "cuda":

@@ -62,13 +62,10 @@ def right(maybe: Optimizer | None, every: list[Optimizer]) -> None:
     assert_type(autoamp.find_overflow(net, x, precision="fp16"), autoamp.Overflow)
     assert_type(autoamp.tune(net, x, objective="memory"), autoamp.Tuning)
     assert_type(autoamp.bench(net, x, inference=True, **options), autoamp.Bench)
-    assert_type(autoamp.plan(net, x, precision="bf16"), autoamp.Plan)
-    assert_type(autoamp.plan(net, x, mesh="dp=8"), autoamp.MeshPlan)
     autoamp.export(net, (x,), {"y": x}, target="onnx", precision="bf16", lock=None)
     autoamp.rewrite(gm, (x,), precision="bf16", deny=["gelu"])
     autoamp.enable(precision="bf16", report_dir="reports", hot=False)
     autoamp.bench(net, x, ways=["fp32", "half"], fuse={"gelu": False})
-    autoamp.plan(net, x, optimizer=SGD)
 
 
 def wrong(options: dict[str, int]) -> None:
@@ -103,7 +100,6 @@ def wrong(options: dict[str, int]) -> None:
     autoamp.tune(net, x, objective="latency")  # wrong
     autoamp.bench(net, x, infer=True)  # wrong
     autoamp.bench(net, x, precision="half")  # wrong
-    autoamp.plan(net, x, precision="bf61")  # wrong
     autoamp.export(net, (x,), backend="inductor")  # wrong
     autoamp.export(net, x, precision="bf16")  # wrong
     autoamp.rewrite(gm, (x,), loss_scale="dynamic")  # wrong
@@ -112,7 +108,6 @@ def wrong(options: dict[str, int]) -> None:
     autoamp.convert(net, unfused=["gelu"])  # wrong
     autoamp.convert(net, loss_scale=None)  # wrong
     autoamp.bench(net, x, ways=["fp64"])  # wrong
-    autoamp.plan(net, x, optimizer="adam")  # wrong
     autoamp.export(net, (x,), target="onx")  # wrong
 
 

@@ -13,16 +13,15 @@ import torch
 from torch import nn
 
 from autoamp.errors import OptionError
-from autoamp.messages import bytes_text, class_name
+from autoamp.messages import bytes_text, class_name, printable_line
 from autoamp.passes.decide.devices import available
 from autoamp.runtime.stand_in import Call
-from autoamp.tools.plan_step import said_by
 
 LIBRARY = "transformers"
 _LONGEST = 1024
 _FACTORY = (
     "write a function that returns (model, args) and give its name, MODULE:FACTORY, or "
-    "call autoamp.plan(model, *args)"
+    "call autoamp.explain(model, *args)"
 )
 _HEADS = (
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
@@ -93,7 +92,7 @@ def named_model(
         raise
     except Exception as error:
         raise OptionError(
-            f"{name}: {kind.__name__} cannot be made: {said_by(error)}"
+            f"{name}: {kind.__name__} cannot be made: {_said_by(error)}"
         ) from error
     return model, ((), {key: each.to(here) for key, each in call.items()})
 
@@ -107,7 +106,7 @@ def _refuse_too_large(model: nn.Module, name: str, device: torch.device) -> None
         raise OptionError(
             f"{name} has {bytes_text(needed)} of weights in fp32, and {device.type} "
             f"has {bytes_text(free)} of free memory: name a smaller configuration, as "
-            f"{smaller}, or ask `autoamp plan`, which needs no weights"
+            f"{smaller}, or ask `autoamp explain`, which needs no weights"
         )
 
 
@@ -188,7 +187,7 @@ def _from_file(library: Any, path: str) -> Any:
             f"{library.__version__} does not know; {_FACTORY}"
         )
     rest = {key: value for key, value in data.items() if key != "model_type"}
-    rest.pop("quantization_config", None)  # the plan is for the model in fp32
+    rest.pop("quantization_config", None)  # the model is made in fp32
     return _made(library.CONFIG_MAPPING[kind], rest, path)
 
 
@@ -197,7 +196,7 @@ def _made(kind: Any, arguments: dict[str, Any], name: str) -> Any:
         return kind(**arguments)
     except Exception as error:
         raise OptionError(
-            f"{name}: {kind.__name__} refuses these arguments: {said_by(error)}"
+            f"{name}: {kind.__name__} refuses these arguments: {_said_by(error)}"
         ) from error
 
 
@@ -257,3 +256,8 @@ def _call(
         )
     labelled = "labels" in inspect.signature(model.forward).parameters
     return {**call, "labels": labels} if labelled and trains else call
+
+
+def _said_by(error: Exception) -> str:
+    """The class and the text of an error, on one line of a message."""
+    return printable_line(f"{type(error).__name__}: {error}", 300)

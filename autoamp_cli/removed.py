@@ -1,0 +1,15 @@
+"""What was removed from the command line, and what to use instead of it."""
+
+from __future__ import annotations
+
+_ONE_DEVICE = "explain --device NAME predicts the time of a step on one device"
+
+COMMANDS = {"plan": "`autoamp explain NAME --device` predicts the time of a step"}
+
+OPTIONS = {
+    ("explain", "--mesh"): _ONE_DEVICE,
+    ("explain", "--node"): _ONE_DEVICE,
+    ("explain", "--network"): _ONE_DEVICE,
+    ("explain", "--microbatches"): _ONE_DEVICE,
+}
+"""Options of commands that are still there."""
