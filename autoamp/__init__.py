@@ -15,7 +15,6 @@ from autoamp.api import (
     report,
     revert,
     rewrite,
-    tune,
 )
 from autoamp.auto.switch import disable, enable
 from autoamp.errors import (
@@ -43,7 +42,6 @@ from autoamp.tools.budget import Budget
 from autoamp.tools.compare import Comparison
 from autoamp.tools.find_overflow import Overflow
 from autoamp.tools.monitor import Monitor
-from autoamp.tools.tune import Tuning
 from autoamp.training.options import ConvertOptions
 from autoamp.training.scale import (
     DynamicLossScale,
@@ -79,7 +77,6 @@ __all__ = [
     "Rules",
     "RulesError",
     "StaticLossScale",
-    "Tuning",
     "UnsupportedModelError",
     "VerificationError",
     "bench",
@@ -96,7 +93,6 @@ __all__ = [
     "report",
     "revert",
     "rewrite",
-    "tune",
 ]
 
 

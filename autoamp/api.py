@@ -44,7 +44,6 @@ from autoamp.tools.export_program import Call
 from autoamp.tools.export_targets import TargetName
 from autoamp.tools.find_overflow import Overflow, find_overflow_model
 from autoamp.tools.replay import find_overflow_in
-from autoamp.tools.tune import Tuning, tune_model
 from autoamp.training import foreign
 from autoamp.training.boundary import params_of
 from autoamp.training.options import (
@@ -175,7 +174,7 @@ def convert(
             compiler than inductor the option is refused.
         calibrate: whether ops are priced by speeds measured on this machine. The first
             call measures them in half a second, once for a device and a number of
-            threads, and they are kept on disk (docs/tuning.md).  False takes the
+            threads, and they are kept on disk (docs/speeds.md).  False takes the
             figures of a table, as `AUTOAMP_CALIBRATE=0` does.
         record: a folder for a snapshot, written once: at the first loss that is not
             finite, or the third skipped step in a row, what a replay of the step needs
@@ -334,11 +333,11 @@ def export(
     """A mixed-precision model as an exported program, and as a file where one is named.
 
     What is exported of a converted model is what the model runs: its options, its
-    rules, its lock, what `tune` has measured, its modules in fp32.  The program takes
-    and returns what the model does, holds torch's own ops alone, and holds each weight
-    once, in the precision in which ops read it.  It is for inference: gradients and
-    loss scaling stay behind.  `model` is not changed; a converted model is called once,
-    to compare its results with the program's.
+    rules, its lock, its modules in fp32.  The program takes and returns what the model
+    does, holds torch's own ops alone, and holds each weight once, in the precision in
+    which ops read it.  It is for inference: gradients and loss scaling stay behind.
+    `model` is not changed; a converted model is called once, to compare its results
+    with the program's.
 
     The program carries its plan, which is the report and the dtype of each node.
     `torch.export.save` keeps the plan, `autoamp.load` checks it, and `autoamp diff`
@@ -625,52 +624,6 @@ def find_overflow(
     return find_overflow_model(model, args, named, options, loss_fn)
 
 
-def tune(
-    model: nn.Module,
-    *args: Any,
-    kwargs: Mapping[str, Any] | None = None,
-    loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    **options: Unpack[ConvertOptions],
-) -> Tuning:
-    """Measures which way to run `model` is fastest here, and converts it in place.
-
-    Each op and cast of the model's graphs is timed in both precisions, on operands like
-    the model's.  Whole calls are then timed in turn: in fp32, under `torch.autocast`,
-    with the casts that `convert` places by predicted times, with casts placed by the
-    measured times, and with one kernel after the other switched off.  The fastest way
-    is kept, even if that is fp32.  No way rounds a number that autocast does not round.
-
-    In training mode the backward is timed as well, and each call is timed like the
-    first call after an optimizer step.  Weights, gradients, buffers, random state and
-    arguments stay as they were.  Times of ops are kept in `~/.cache/autoamp`, or in the
-    folder that `AUTOAMP_CACHE_DIR` names; a later tuning measures only other ops.
-
-    Args:
-        model: any `torch.nn.Module`, converted or not, in the mode (training or eval)
-            in which it will be used.
-        *args, kwargs: the arguments of a call of the model, with the sizes of later
-            calls.
-        loss_fn: gives a tensor of one element from the model's output; by default the
-            output's `loss`, or the sum of the output's float tensors.
-        **options: as for `convert`; they are added to the options of a converted
-            model.
-
-    Returns:
-        The ways with their times, and the way that was kept.
-
-    Raises:
-        AutoampError: the model or an option cannot be used; nothing was changed.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()).eval()
-        >>> tuning = autoamp.tune(model, torch.randn(32, 64))
-        >>> tuning.ways[0].name, any(w.name == tuning.chosen for w in tuning.ways)
-        ('fp32', True)
-    """
-    named = call_keywords("tune", kwargs, options)
-    return tune_model(model, args, named, options_for(model, options), loss_fn)
-
-
 def bench(
     model: Any,
     *args: Any,
@@ -709,8 +662,8 @@ def bench(
             batch is timed too.  The data must be iterable more than once.
         inference: whether a step is a call in eval mode, without a backward.
         generate: how many tokens a step generates by `model.generate`; 0 for a call.
-        ways: any of "fp32" (always measured), "tf32", "autocast", "autoamp", "tuned"
-            (as `autoamp.tune` leaves the model) and "half" (`.bfloat16()`, `.half()`).
+        ways: any of "fp32" (always measured), "tf32", "autocast", "autoamp"
+            and "half" (`.bfloat16()`, `.half()`).
         compiled: whether each way is measured compiled by inductor too.
         rounds: how many steps are timed; by default at least 5, until `seconds` have
             passed or the spread of the ratios is small.

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 _PLAN = "autoamp.explain(model, x, device=...) predicts the time of a step"
 
+_TUNE = "autoamp.bench(model, x) times the ways to run a model"
+
 NAMES = {
     "MeshPlan": _PLAN,
     "Plan": _PLAN,
+    "Tuning": _TUNE,
     "plan": _PLAN,
+    "tune": _TUNE,
 }
 """Names of the package."""

@@ -20,7 +20,6 @@ from autoamp_cli.export import export
 from autoamp_cli.replay import replay
 from autoamp_cli.rules import rules
 from autoamp_cli.run import run
-from autoamp_cli.tune import tune
 
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -42,7 +41,6 @@ _COMMANDS: tuple[click.Command, ...] = (
     replay,
     rules,
     run,
-    tune,
 )
 for _command in _COMMANDS:
     main.add_command(_command)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 _ONE_DEVICE = "explain --device NAME predicts the time of a step on one device"
 
-COMMANDS = {"plan": "`autoamp explain NAME --device` predicts the time of a step"}
+COMMANDS = {
+    "plan": "`autoamp explain NAME --device` predicts the time of a step",
+    "tune": "`autoamp bench NAME` times the ways to run a model",
+}
 
 OPTIONS = {
     ("explain", "--mesh"): _ONE_DEVICE,

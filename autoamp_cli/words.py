@@ -9,4 +9,4 @@ TARGETS = (
     *("pt2", "aoti", "onnx", "onnxruntime-cpu", "onnxruntime-cuda", "tensorrt"),
     "executorch",
 )
-WAYS = ("fp32", "tf32", "autocast", "autoamp", "tuned", "half")
+WAYS = ("fp32", "tf32", "autocast", "autoamp", "half")

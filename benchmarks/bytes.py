@@ -31,8 +31,6 @@ HEADER = (
     "model",
     *(f"{way}, MB" for way in WAYS),
     *(f"autoamp / autocast, {kind}" for kind in KINDS),
-    "bound, MB",
-    "autoamp / bound",
 )
 
 NOTE = f"""\
@@ -46,14 +44,6 @@ are.
 "saved" is the bytes saved for the backward. "_written" has its attention written out,
 as transformers' `attn_implementation="eager"` has it; on a CPU with units for bf16,
 whose products are faster than its kernel of attention, it stays written out.
-
-"bound" is the least that a placement under the ceiling can come to: a cut in which
-every op has the bytes of its own call as price and a cast inside the graph has none.
-The low copy of each weight and its fp32 gradient are in it, since no placement goes
-without them. A step lies above its bound by the casts that norms, losses and residual
-streams in fp32 need, because torch's kernels on CPUs write the dtype that they read; it
-lies below where a later edit of the graph fuses calls that were placed one by one
-(rotary embeddings).
 
 A convolution in bf16 whose images have their channels first permutes them in its
 kernel, where this count does not look; autoamp permutes outside, where it does.
@@ -105,26 +95,17 @@ def table(rows: Sequence[Row]) -> str:
             row["name"],
             *(_megabytes(row, way) for way in WAYS),
             *(_ratio(ratio(row, kind)) for kind in KINDS),
-            *_bound(row),
         ]
         for row in rows
     ]
     means = [_ratio(mean(rows, kind)) for kind in KINDS]
     return report.markdown(
-        HEADER, [*cells, ["geometric mean", *("" for _ in WAYS), *means, "", ""]]
+        HEADER, [*cells, ["geometric mean", *("" for _ in WAYS), *means]]
     )
 
 
 def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
-
-
-def _bound(row: Row) -> tuple[str, str]:
-    """The bound, and autoamp's bytes as a part of it; "-" where it was not counted."""
-    found = row["ways"].get("autoamp", {})
-    if not found.get("bound"):
-        return "-", "-"
-    return _in_mb(found["bound"]), _ratio(found["step"] / found["bound"])
 
 
 def _megabytes(row: Row, way: str) -> str:

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import autoamp
 from autoamp.passes.check.saved import saved_bytes
 from autoamp.tools.count import CountingMode, Traffic, TrafficMode, is_cast
 
-from .bytes_bound import bytes_bound
 from .metrics import ModelCase
 from .ways import Prepared, prepared
 
@@ -31,15 +29,13 @@ class StepCount:
 
     `refreshed` counts low copies of weights that were made equal to their weights in
     the counted step: after an optimizer step all of them, and their bytes are in the
-    forward's.  `saved` is the bytes saved for the backward.  `bound` is the least bytes
-    of the step under the ceiling (`bytes_bound.py`), 0 for ways other than autoamp.
+    forward's.  `saved` is the bytes saved for the backward.
     """
 
     traffic: Traffic
     saved: int
     refreshed: int
     loss: float
-    bound: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """The figures of the table, as JSON holds them."""
@@ -52,7 +48,7 @@ class StepCount:
             "saved": self.saved,
             "refreshed": self.refreshed,
             "loss": self.loss,
-        } | ({"bound": self.bound} if self.bound else {})
+        }
 
 
 def count_step(case: ModelCase, way: str) -> StepCount:
@@ -89,9 +85,6 @@ def count_step(case: ModelCase, way: str) -> StepCount:
     with CountingMode(parameters) as counting, TrafficMode() as mode:
         loss = step(last)
     optimizer.zero_grad(set_to_none=True)
-    # Before `saved_bytes`, whose hooks may have the model captured once more.
-    converted = autoamp.is_converted(ready.model)
-    bound = bytes_bound(autoamp.report(ready.model).rewritten) if converted else 0
     saved = saved_bytes(partial(forward, fresh()), parameters).total
     refreshed = counting.counts.refreshed
-    return StepCount(mode.traffic, saved, refreshed, loss.item(), bound)
+    return StepCount(mode.traffic, saved, refreshed, loss.item())

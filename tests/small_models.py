@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
 from autoamp.dtypes import parse_low_dtype
+from autoamp.passes import list as passes
 from autoamp.passes.record import Rewritten
 from autoamp.passes.rules import Category, Rule, Rules
 from autoamp.passes.run import rewrite_graph
@@ -112,8 +114,8 @@ def rewritten(
     assert low is not None
     chosen = Options(precision=precision, **{"do_no_harm": False, **options})
     gm = capture(model, len(given))
-    setting = {"free_weights": free_weights, "price": price}
-    return rewrite_graph(gm, given, chosen, low, **setting)
+    with mock.patch.object(passes, "price_graph", price or passes.price_graph):
+        return rewrite_graph(gm, given, chosen, low, free_weights=free_weights)
 
 
 def rewriting(

@@ -26,7 +26,7 @@ _ON, _OFF = ("1", "true", "on"), ("0", "false", "off")
 """The same values as in `autoamp_autoload`, which runs before this package does."""
 
 REPORT_DIR = "AUTOAMP_REPORT_DIR"
-_CACHE_DIR = "AUTOAMP_CACHE_DIR"  # read by `tune`
+_CACHE_DIR = "AUTOAMP_CACHE_DIR"  # read by `passes/speeds/store.py`
 HOT = "AUTOAMP_HOT"
 _PREFIX = "AUTOAMP_"
 _LISTS = ("allow", "deny", "infer", "clear")

@@ -57,7 +57,7 @@ from autoamp.passes.check import changes
 from autoamp.passes.check.checks import Checks, differs_only
 from autoamp.passes.decide.assign import assign
 from autoamp.passes.decide.classify import classify
-from autoamp.passes.decide.cost import PriceModel, as_authors_ask, price_graph
+from autoamp.passes.decide.cost import as_authors_ask, price_graph
 from autoamp.passes.decide.devices import Device, device_with, main_device
 from autoamp.passes.functions.attention import attention, traced_attention
 from autoamp.passes.kernels.attention import attention_at, leave_out
@@ -192,14 +192,13 @@ def _classify(work: Rewritten) -> Rewritten:
 
 def _price(work: Rewritten) -> Rewritten:
     """Every op has a price in each precision, and every cast has one."""
-    setting = work.setting
-    price: PriceModel = setting.price or partial(price_graph, device=device_of(work))
-    prices = price(
+    prices = price_graph(
         work.gm,
         work.classified,
+        device_of(work),
         objective=work.options.objective,
         do_no_harm=work.options.do_no_harm,
-        free_weights=setting.free_weights,
+        free_weights=work.setting.free_weights,
     )
     if not (_is_eager(work.options) and _is_on(work.options, ACCUMULATORS)):
         prices = replace(prices, wide={})

@@ -16,7 +16,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.messages import printable_line
 from autoamp.passes.decide.assign import Assignment
-from autoamp.passes.decide.cost import PriceModel, Prices
+from autoamp.passes.decide.cost import Prices
 from autoamp.passes.decide.devices import Device
 from autoamp.passes.decide.verdict import Classified
 from autoamp.passes.options import PassOptions
@@ -38,7 +38,6 @@ class Setting:
         own_kernels: whether the graph runs without a compiler, and so with kernels of
             ours where torch has none.
         own_ops: whether the graph may call ops of autoamp's (`autoamp::attention`).
-        price: gives the prices; by default the roofline of the device.
         device: the device that the graph is to run on; by default the one it is on.
         recorded: the figures of devices, as a report has them that placements must
             match; a device of these is taken in the place of the one here.
@@ -50,7 +49,6 @@ class Setting:
     free_weights: bool = False
     own_kernels: bool = False
     own_ops: bool = False
-    price: PriceModel | None = None
     device: Device | None = None
     recorded: Sequence[Mapping[str, Any]] = ()
     makes_code: bool = True

@@ -22,7 +22,6 @@ from autoamp import compat
 from autoamp.dtypes import UNSCALED, largest, short_name
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.messages import class_name, log_once
-from autoamp.passes.decide.cost import PriceModel
 from autoamp.runtime.children import left_alone, watch
 from autoamp.runtime.conversion import (
     CONVERSIONS,
@@ -109,7 +108,6 @@ def convert_model(
     *,
     masters: bool = False,
     automatic: bool = False,
-    price: PriceModel | None = None,
     on_capture: Callable[[Engine], None] | None = None,
 ) -> nn.Module:
     """Converts `model` in place; see `autoamp.convert`.
@@ -117,7 +115,7 @@ def convert_model(
     Args:
         masters: whether half-precision parameters are trained with fp32 master weights.
         automatic: whether the automatic mode found the model; no user named it.
-        price, on_capture: as for `Engine`.
+        on_capture: as for `Engine`.
 
     Raises:
         UnsupportedModelError: `model` is not a module, or cannot be captured.
@@ -130,7 +128,7 @@ def convert_model(
         _decline(decided, automatic)
     else:
         engine = _engine(decided, decided.low, automatic)
-        engine.price, engine.on_capture = price, on_capture
+        engine.on_capture = on_capture
         _install(decided, engine, example_inputs)
         if has_half(parameters_of(decided.model)):
             guard_captured(decided.model, engine.record.scaling)
@@ -342,7 +340,6 @@ def _under(remedy: Remedy, engine: Engine) -> Engine:
     return Engine(
         remedy.on(engine.options),
         record,
-        price=engine.price,
         writer=engine.writer,
         on_capture=engine.on_capture,
     )

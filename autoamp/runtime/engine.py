@@ -21,7 +21,6 @@ from autoamp.dtypes import needs_loss_scale
 from autoamp.errors import AutoampError
 from autoamp.messages import log_once
 from autoamp.passes.check.held import hold_first_run
-from autoamp.passes.decide.cost import PriceModel
 from autoamp.passes.decide.devices import Device
 from autoamp.passes.decide.pins import kept_by
 from autoamp.passes.node_by_node import runs_every_op
@@ -72,7 +71,6 @@ class Engine:
         differentiated_twice: a backward of a compiled graph had create_graph=True, so
             the model is to be captured again and its graphs run as they are.
         device: the device that graphs are made for; by default the one they are on.
-        price: the prices of placements; by default those of the device's roofline.
         bound: for each graph, which other models may run as well, the function that
             this model's calls run.
         writer: hears of the models' training calls, for `record=`; or None.
@@ -87,7 +85,6 @@ class Engine:
     record: Record
     differentiated_twice: bool = False
     device: Device | None = None
-    price: PriceModel | None = None
     local: Local = field(default_factory=Local)
     bound: dict[Prepared, Callable[..., Any]] = field(default_factory=dict)
     writer: SnapshotWriter | None = None
@@ -143,7 +140,6 @@ class Engine:
                 on = Setting(
                     device=self.device,
                     recorded=options.locked.devices if options.locked else (),
-                    price=self.price,
                     makes_code=self.runs_code(),
                 )
                 found = prepare(

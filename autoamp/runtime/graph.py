@@ -252,8 +252,7 @@ def autocast_for(
     """A region of autocast for a call `model(*args)`; `fp32_results` follows it.
 
     Autocast is used where our graphs cannot run: under `vmap` and `torch.func`, inside
-    a module the user compiles as one graph, or where Dynamo captures nothing; and where
-    `tune` has measured that it is faster.
+    a module the user compiles as one graph, or where Dynamo captures nothing.
 
     Args:
         cached: whether all uses of a weight share a cast, as is autocast's default.

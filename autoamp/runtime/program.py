@@ -374,4 +374,4 @@ def _with_options(what: Hashable, engine: Engine) -> tuple[Any, ...]:
         options = options.replace(loss_scale="auto")
     low, scales = engine.record.low, engine.record.scaling.enabled
     rules = options.resolve_rules(low)  # `rules` may name a file
-    return what, low, scales, engine.runs_as_is, rules, options, engine.price
+    return what, low, scales, engine.runs_as_is, rules, options

@@ -226,7 +226,6 @@ _COLOURS = {
     "tf32": "#5f6368",
     "autocast": "#e69f00",
     "autoamp": "#0072b2",
-    "tuned": "#56b4e9",
     "half": "#009e73",
 }
 _LEFT, _BARS, _RIGHT = 210, 420, 130

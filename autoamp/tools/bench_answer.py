@@ -29,7 +29,7 @@ class Row:
 
     Attributes:
         way: the name of the way: "fp32", "autocast", "autoamp", ".bfloat16()", ...
-        kind: "fp32", "tf32", "autocast", "autoamp", "tuned" or "half".
+        kind: "fp32", "tf32", "autocast", "autoamp" or "half".
         compiled: whether inductor compiled the way.
         batch: the number of samples in a step.
         error: the first line of the error at which the way failed; "" if it ran.
@@ -217,7 +217,7 @@ def answer(
     for batch in dict.fromkeys(row.batch for row in rows):
         ran = [row for row in rows if row.batch == batch and row.ratio is not None]
         plain = [row for row in ran if row.kind == "fp32" and not row.compiled]
-        mixed = [row for row in ran if row.kind in ("autoamp", "tuned")]
+        mixed = [row for row in ran if row.kind == "autoamp"]
         if plain and mixed:
             base, ours = plain[0], min(mixed, key=lambda row: row.ratio or 0.0)
     if base is None or ours is None:
@@ -308,8 +308,8 @@ def _reasons(
         f"most of its time goes to moving memory{moved}{compiler}": (
             (known.memory or 0.0) >= MOST
         ),
-        f"by prediction it should be {speed_up:.2f} times as fast. autoamp.tune(model,"
-        " x) places casts by times measured here": not helps and speed_up > 1 / WORTH,
+        f"by prediction it should be {speed_up:.2f} times as fast. autoamp calibrate"
+        " measures the speeds of this machine anew": not helps and speed_up > 1 / WORTH,
         f"most of its time is arithmetic of matrix products, and {low_part:.0%} of "
         f"their flops run in {low}": bool(helps) and computes,
     }

@@ -31,7 +31,6 @@ from autoamp.runtime.stand_in import (
     own_loss,
 )
 from autoamp.tools.bench_ways import Way, device_of
-from autoamp.tools.tune import tune_model
 from autoamp.training.masters import has_half
 from autoamp.training.meter import UpdateMeter
 
@@ -271,13 +270,6 @@ class Running:
         if way.kind == "autoamp":
             backend = "inductor" if way.compiled else options.backend
             return convert_model(self.model, options.replace(backend=backend))
-        if way.kind == "tuned":
-            args, kwargs = self.batch()
-            with torch.enable_grad():
-                tune_model(
-                    self.model, args, kwargs, options, self.task.loss_fn or self._loss
-                )
-            return self.model
         if way.kind == "half":
             self.model.to(way.low)
         return torch.compile(self.model) if way.compiled else self.model

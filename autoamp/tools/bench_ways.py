@@ -16,12 +16,10 @@ from autoamp.messages import class_name
 from autoamp.runtime.eligible import choose_precision, not_converted, parameters_of
 from autoamp.training.options import Options
 
-WayName = Literal["fp32", "tf32", "autocast", "autoamp", "tuned", "half"]
+WayName = Literal["fp32", "tf32", "autocast", "autoamp", "half"]
 
 KINDS: tuple[WayName, ...] = get_args(WayName)
 """The kinds of ways that `ways=` may name, in the order in which they are shown."""
-
-_NAMES = {"tf32": "fp32, TF32", "tuned": "autoamp, tuned"}
 
 
 @dataclass(frozen=True)
@@ -45,8 +43,10 @@ class Way:
     @property
     def name(self) -> str:
         """The name of the way in the table."""
-        name = _NAMES.get(self.kind, self.kind)
-        if self.kind == "half":
+        name = self.kind
+        if self.kind == "tf32":
+            name = "fp32, TF32"
+        elif self.kind == "half":
             name = f".{row_of(self.low).method}()"
         elif self.kind == "fp32" and self.arrived:
             name = "as it is"
@@ -72,8 +72,7 @@ def ways_for(
         for kind in KINDS
         if kind in asked and (kind != "tf32" or has_tf32)
     ]
-    # `tune` times torch's own kernels, so it leaves nothing to compile.
-    again = [replace(way, compiled=True) for way in plain if way.kind != "tuned"]
+    again = [replace(way, compiled=True) for way in plain]
     return plain + again if compiled else plain
 
 

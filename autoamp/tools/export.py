@@ -128,8 +128,7 @@ def _exported(
     device = None if target.device is None else named_device(target.device, low)
     state = conversion_of(model)
     engine = None if state is None else state.engine
-    price = None if device is not None or engine is None else engine.price
-    place = partial(placed, graph, low=low, device=device, price=price)
+    place = partial(placed, graph, low=low, device=device)
     exact = call.results_of(graph.program)
     made = _in_range(graph, options, exact, place)
     mixed = MixedModel(graph, made.prepared.gm)

@@ -26,7 +26,6 @@ from autoamp import compat
 from autoamp.dtypes import short_name
 from autoamp.errors import ExportError
 from autoamp.messages import advice, class_name, printable_line
-from autoamp.passes.decide.cost import PriceModel
 from autoamp.passes.decide.devices import Device
 from autoamp.passes.functions import attention, layer_norm, op_with_its_state, rms_norm
 from autoamp.passes.record import Prepared
@@ -192,7 +191,6 @@ def placed(
     low: torch.dtype,
     *,
     device: Device | None,
-    price: PriceModel | None,
 ) -> Placed:
     """The graph, rewritten and checked as a converted model's graphs are.
 
@@ -201,7 +199,7 @@ def placed(
 
     Args:
         low: the compute dtype.
-        device, price: as for `Engine`.
+        device: as for `Engine`.
 
     Raises:
         AutoampError: a pass or a check failed, after which a converted model would run
@@ -211,7 +209,7 @@ def placed(
     options = options.replace(backend="eager", loss_scale="off")
     label = class_name(graph.model)
     record = Record(label, low, ModelScaling(NoLossScale(), label))
-    engine = Engine(options, record, device=device, price=price)
+    engine = Engine(options, record, device=device)
     with torch.no_grad():
         prepared = engine.prepared(graph.gm, graph.fakes)
         if prepared.rewritten is None:

@@ -28,7 +28,6 @@ GPT2 = "transformers:GPT2Config(n_layer=1,n_embd=64,n_head=2,vocab_size=99)"
 ASKING = {
     "explain": "",
     "compare": "",
-    "tune": "",
     "bench": "--ways half --rounds 2 --steps 2",
     "export": "--out a.pt2",
 }
@@ -53,7 +52,7 @@ def test_each_command_takes_each_kind_of_name(command: str, config: str) -> None
     pytest.importorskip("transformers")
     sized = f"'{GPT2}' --sequence 16"
     # The two kinds of models of transformers differ only in how they are read.
-    of_transformers = config if command in ("export", "compare", "tune") else sized
+    of_transformers = config if command in ("export", "compare") else sized
     for name in ("./nets.py:layers", of_transformers):
         told = call(f"{command} {name} {FORCED} {ASKING[command]} --json a.json")
         assert told.exit_code == 0, told.output
@@ -94,7 +93,7 @@ def test_functions_take_names(monkeypatch: pytest.MonkeyPatch) -> None:
     says(raised, "named model", "batch", "sequence")
     monkeypatch.setattr("autoamp.tools.named_transformers.available", lambda _: 1000)
     with pytest.raises(autoamp.OptionError) as raised:
-        autoamp.tune(GPT2)
+        autoamp.compare(GPT2)
     says(raised, "memory", "autoamp explain", "1.00 kB")
 
 
@@ -234,7 +233,6 @@ def test_a_wrong_shape_is_blamed_on_a_line_of_the_users(name: str) -> None:
         "bench",
         "compare",
         "export --out a.pt2",
-        "tune",
     ):
         told = call(f"{command} nets.py:{name} --convert-anyway --precision bf16")
         assert told.exit_code == 2

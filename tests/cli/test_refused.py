@@ -21,6 +21,7 @@ ROWS: list[tuple[str, int, list[str]]] = [
     ("no-such-command", 2, ["no-such-command"]),
     # -- what was removed, with what to use
     ("plan transformers:gpt2", 2, ["plan", "removed", "autoamp explain"]),
+    ("tune transformers:gpt2", 2, ["tune", "removed", "autoamp bench"]),
     ("explain nets:small --mesh dp=8", 2, ["--mesh", "removed", "--device"]),
     ("explain nets:small --mesh=dp=8", 2, ["--mesh", "removed", "--device"]),
     ("explain nets:small --mush dp=8", 2, ["No such option", "--mush"]),

@@ -29,7 +29,6 @@ from tests.repository.pages import PAGES, REPO, Block, blocks, name_of
 
 SLOW = {
     "docs/bench.md",  # measures for seconds
-    "docs/tuning.md",  # measures for seconds
 }
 CONTINUED = {"docs/out-of-process.md", "docs/quick-start.md", "docs/report.md"}
 CONSOLE = [block for page in PAGES for block in blocks(page, "console")]

@@ -37,7 +37,6 @@ NAMES = {
     "Rules",
     "RulesError",
     "StaticLossScale",
-    "Tuning",
     "UnsupportedModelError",
     "VerificationError",
     "bench",
@@ -54,7 +53,6 @@ NAMES = {
     "report",
     "revert",
     "rewrite",
-    "tune",
 }
 
 FOR_CONVERT = {"budget": None, "calibrate_on": None, "example_inputs": None}

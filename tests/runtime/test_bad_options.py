@@ -192,7 +192,7 @@ def models(kind: type[nn.Linear]) -> list[nn.Linear]:
     return [kind(WIDTH, 4), autoamp.convert(kind(WIDTH, 4), **BF16)]
 
 
-QUESTIONS = ["explain", "compare", "find_overflow", "tune", "bench", "export"]
+QUESTIONS = ["explain", "compare", "find_overflow", "bench", "export"]
 
 
 @pytest.mark.parametrize("question", QUESTIONS)

@@ -213,12 +213,12 @@ def test_a_step_that_grows_with_the_batch_is_not_called_small() -> None:
     assert "too small" not in replace(bench, rows=rows).answer.sentence
 
 
-def test_a_wrong_prediction_leads_to_tune() -> None:
+def test_a_wrong_prediction_leads_to_calibrate() -> None:
     evidence = Evidence(True, "A100", float_ops=9, low_ops=9, speed_up=2.5)
     found = with_times(evidence, 1.2).answer
     assert found.helps is False
     says(found.sentence, "by prediction it should be 2.50 times as fast")
-    says(found.sentence, "autoamp.tune")
+    says(found.sentence, "autoamp calibrate")
 
 
 def test_no_reason_is_better_than_a_wrong_one() -> None:

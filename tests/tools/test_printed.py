@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import re
+import time
 from html.parser import HTMLParser
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.messages import as_text
+from autoamp.messages import as_text, told
 from autoamp.printed import Line, Printed, Table
 
 BF16 = {"precision": "bf16", "do_no_harm": False}
@@ -56,7 +59,6 @@ def answers() -> dict[str, Printed]:
         "Comparison": autoamp.compare(model, x, tolerance=1e-9, **BF16),
         "Overflow": autoamp.find_overflow(Hot(), x, precision="fp16"),
         "Rules": autoamp.Rules.default("bf16"),
-        "Tuning": autoamp.tune(model, x, precision="bf16"),
     }
 
 
@@ -65,7 +67,7 @@ def found() -> dict[str, Printed]:
     return answers()
 
 
-@pytest.mark.parametrize("name", ["Bench", "Comparison", "Overflow", "Rules", "Tuning"])
+@pytest.mark.parametrize("name", ["Bench", "Comparison", "Overflow", "Rules"])
 def test_a_notebook_shows_the_words_of_the_terminal(name, found) -> None:
     answer = found[name]
     page = Page(answer._repr_html_())
@@ -134,3 +136,17 @@ def test_figures_stay_whole_where_the_terminal_is_narrow() -> None:
 def test_a_report_stands_in_a_monospaced_font() -> None:
     report = autoamp.explain(nn.Linear(8, 8), torch.ones(4, 8), **BF16)
     assert re.match(r'<pre style="font-family:[^"]*monospace;', report._repr_html_())
+
+
+def test_a_first_item_that_takes_long_is_shown_before_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=100)
+    monkeypatch.setattr("autoamp.messages.Console", lambda **_: console)
+    monkeypatch.setattr("autoamp.messages.QUIET", 0.05)
+    for _ in told(["one"], "waiting"):
+        begun = time.monotonic()
+        while "waiting" not in shown.getvalue():
+            assert time.monotonic() - begun < 60
+            time.sleep(0.01)

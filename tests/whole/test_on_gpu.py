@@ -449,8 +449,6 @@ def test_questions(where: str, tmp_path: Path) -> None:
         model, batch, loss_fn=loss, **options, rounds=2, steps=2, seconds=5
     )
     print(found)
-    tuned = autoamp.tune(model, batch, loss_fn=loss, **options)
-    print(tuned)
     report.to_html(tmp_path / "report.html")
     assert (tmp_path / "report.html").stat().st_size
 

@@ -2,15 +2,15 @@
 
 The model is a roofline of the device: an op takes a launch plus the larger of its bytes
 over the bandwidth and its flops over the peak.  The figures rank placements, and give
-orders of magnitude of times; `tune` replaces them by measured prices.  Prices are
-integers of 0.1 ns, because a min-cut needs exact sums.
+orders of magnitude of times.  Prices are integers of 0.1 ns, because a min-cut needs
+exact sums.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,7 +68,6 @@ class Prices:
     wide: Mapping[str, int] = field(default_factory=dict)
 
 
-PriceModel = Callable[..., Prices]
 """A source of prices, called as `price_graph` without its device: a model of a device,
 or measurements on one.
 

@@ -17,13 +17,6 @@ from autoamp.passes.decide.devices import kind_of
 _CLOCK = Path("/sys/devices/system/cpu/cpu0/cpufreq")
 """Where Linux tells the limits of the clock; absent on most virtual machines."""
 
-_BATCH = 1e-3
-"""Seconds that a batch of calls should take: many times the clock's resolution."""
-
-_BATCHES = 5
-_ENOUGH = 0.05
-"""Seconds after which no further batch is begun."""
-
 _CHANCE = 0.05
 
 
@@ -88,24 +81,6 @@ def seconds_of(
         call()
     finish(device)
     return (time.perf_counter() - start) / times
-
-
-def least_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """The seconds of one call: the least of several readings, after a call to warm up.
-
-    Disturbances only make a reading longer, so the least is taken and not the mean, as
-    the documentation of Python's `timeit` recommends.
-    """
-    call()
-    begun = time.perf_counter()
-    best = seconds_of(call, device)
-    # A short call may read as 0 s.
-    times = max(1, round(_BATCH / max(best, 1e-7)))
-    for _ in range(_BATCHES):
-        best = min(best, seconds_of(call, device, times))
-        if time.perf_counter() - begun > _ENOUGH:
-            break
-    return best
 
 
 def surely_less(mine: Sequence[float], others: Sequence[float]) -> bool:

@@ -235,8 +235,8 @@ def measured(
     """The nanoseconds of one call of each probe.
 
     The probes take turns, so that a disturbance spoils one reading of many probes and
-    not all readings of one.  The least reading is taken, as in `least_seconds`, if
-    another reading agrees with it.
+    not all readings of one.  Disturbances only make a reading longer, so the least is
+    taken, if another reading agrees with it.
 
     Raises:
         NoTimeError: three rounds take longer than `seconds`, or their readings differ.

@@ -29,23 +29,10 @@ Without it they are in `autoamp` in the user's folder for caches.
 """
 
 _MOST_BYTES = 2**25
-"""The most bytes read of a file: about 300,000 times of ops."""
+"""The most bytes read of a file: about 13,000 lines."""
 
 _LONGEST_LINE = 10_000
 """The most characters of a line: the times of all probes take 2,500."""
-
-_LONGEST = 200
-"""The most characters of a key."""
-
-_MOST_NS = 1e12
-"""Longer times (a quarter of an hour) are taken for damaged lines."""
-
-
-def is_time(key: str, nanoseconds: Any) -> bool:
-    """Whether a line may be the time of an op or a cast."""
-    if isinstance(nanoseconds, bool) or not isinstance(nanoseconds, int | float):
-        return False
-    return len(key) <= _LONGEST and 0 < nanoseconds < _MOST_NS  # which no NaN is
 
 
 def _folder() -> Path:
@@ -67,9 +54,7 @@ class Store:
         known: key to value.
     """
 
-    def __init__(
-        self, description: str, is_sane: Callable[[str, Any], bool] = is_time
-    ) -> None:
+    def __init__(self, description: str, is_sane: Callable[[str, Any], bool]) -> None:
         # The words are for a person who looks in the folder; the digest makes them
         # unique.
         words = re.sub(r"[^a-z0-9]+", "-", description.lower()).strip("-")[:60]

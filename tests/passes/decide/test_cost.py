@@ -64,11 +64,11 @@ def priced(
     """Prices of `function(*given, weight)`; only the weight may need a gradient."""
     found: list[Prices] = []
 
-    def price(gm: fx.GraphModule, seen: Classified, **told: Any) -> Prices:
+    def price(gm: fx.GraphModule, seen: Classified, _: Device, **told: Any) -> Prices:
         if modes:
             verdicts = {n: replace(v, modes=modes) for n, v in seen.verdicts.items()}
             seen = replace(seen, verdicts=verdicts)
-        found.append(price_graph(gm, seen, **{**told, "device": device}))
+        found.append(price_graph(gm, seen, device, **told))
         return found[-1]
 
     model = Of(

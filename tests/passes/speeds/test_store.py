@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from autoamp.passes.speeds.store import FOLDER, Store
+from autoamp.passes.speeds import store as stores
+from autoamp.passes.speeds.store import FOLDER
+
+
+def is_time(key: str, value: object) -> bool:
+    return len(key) < 200 and isinstance(value, float) and 0 < value < 1e6
+
+
+def Store(description: str) -> stores.Store:
+    return stores.Store(description, is_time)
 
 
 @pytest.fixture(autouse=True)

@@ -60,7 +60,6 @@ def right(maybe: Optimizer | None, every: list[Optimizer]) -> None:
     assert_type(autoamp.explain(net, x, device="cuda:sm_90", **options), autoamp.Report)
     assert_type(autoamp.compare(net, x, kwargs={"y": x}, **options), autoamp.Comparison)
     assert_type(autoamp.find_overflow(net, x, precision="fp16"), autoamp.Overflow)
-    assert_type(autoamp.tune(net, x, objective="memory"), autoamp.Tuning)
     assert_type(autoamp.bench(net, x, inference=True, **options), autoamp.Bench)
     autoamp.export(net, (x,), {"y": x}, target="onnx", precision="bf16", lock=None)
     autoamp.rewrite(gm, (x,), precision="bf16", deny=["gelu"])
@@ -97,7 +96,6 @@ def wrong(options: dict[str, int]) -> None:
     autoamp.compare(net, x, placement="best")  # wrong
     autoamp.compare(net, x, tolerance="small")  # wrong
     autoamp.find_overflow(net, x, precision="f16")  # wrong
-    autoamp.tune(net, x, objective="latency")  # wrong
     autoamp.bench(net, x, infer=True)  # wrong
     autoamp.bench(net, x, precision="half")  # wrong
     autoamp.export(net, (x,), backend="inductor")  # wrong
