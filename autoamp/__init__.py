@@ -41,7 +41,6 @@ from autoamp.tools.bench import Bench
 from autoamp.tools.budget import Budget
 from autoamp.tools.compare import Comparison
 from autoamp.tools.find_overflow import Overflow
-from autoamp.tools.monitor import Monitor
 from autoamp.training.options import ConvertOptions
 from autoamp.training.scale import (
     DynamicLossScale,
@@ -68,7 +67,6 @@ __all__ = [
     "LossScale",
     "LossScaleError",
     "LossScaleReport",
-    "Monitor",
     "NoLossScale",
     "OptionError",
     "Overflow",

@@ -8,6 +8,7 @@ _TUNE = "autoamp.bench(model, x) times the ways to run a model"
 
 NAMES = {
     "MeshPlan": _PLAN,
+    "Monitor": "autoamp.report(model).loss_scale has the figures of each step",
     "Plan": _PLAN,
     "Tuning": _TUNE,
     "plan": _PLAN,

@@ -28,7 +28,6 @@ NAMES = {
     "LossScale",
     "LossScaleError",
     "LossScaleReport",
-    "Monitor",
     "NoLossScale",
     "OptionError",
     "Overflow",
