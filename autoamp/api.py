@@ -43,7 +43,6 @@ from autoamp.tools.export_files import load as load_file
 from autoamp.tools.export_program import Call
 from autoamp.tools.export_targets import TargetName
 from autoamp.tools.find_overflow import Overflow, find_overflow_model
-from autoamp.tools.replay import find_overflow_in
 from autoamp.training import foreign
 from autoamp.training.boundary import params_of
 from autoamp.training.options import (
@@ -112,10 +111,10 @@ def convert(
     fuse: bool | Mapping[str, bool] = True,
     exact_casts: bool = False,
     calibrate: bool = True,
-    record: str | os.PathLike[str] | None = None,
     budget: Budget | str | float | None = None,
     calibrate_on: Iterable[Any] | None = None,
     example_inputs: tuple[Any, ...] | None = None,
+    **others: Any,
 ) -> Any:
     """Turns on mixed precision for `model`, in place, on its call path only.
 
@@ -176,9 +175,6 @@ def convert(
             call measures them in half a second, once for a device and a number of
             threads, and they are kept on disk (docs/speeds.md).  False takes the
             figures of a table, as `AUTOAMP_CALIBRATE=0` does.
-        record: a folder for a snapshot, written once: at the first loss that is not
-            finite, or the third skipped step in a row, what a replay of the step needs
-            (docs/snapshot.md).
         budget: the error that mixed precision may make against fp32: "0.1%" or a number
             (of the loss where the model returns one, else of the outputs), a part of
             autocast's error ("0.3 autocast"), or a `Budget`.  The fastest placement
@@ -187,6 +183,7 @@ def convert(
             dict of keyword arguments; at most 16 are taken, and the last of several is
             held out.  By default `example_inputs` is the only batch.
         example_inputs: arguments to capture with at once, not at the first call.
+        **others: refused; the error says what to use instead of a removed option.
 
     Returns:
         `model`, or `(model, optimizer)` when an optimizer is given.
@@ -224,7 +221,7 @@ def convert(
         fuse=fuse,
         exact_casts=exact_casts,
         calibrate=calibrate,
-        record=record,
+        **others,
     )
     optimizers = _checked_optimizers(optimizer, model)
     options = _within(budget, calibrate_on, model, options, example_inputs)
@@ -412,7 +409,7 @@ def load(path: str | os.PathLike[str]) -> Any:
 
 def _heard(**given: Any) -> Options:
     """The options that a caller gives; one without effect is answered by a line."""
-    options = Options(**given)
+    options = Options().replace(**given)
     if options.exact_casts and options.backend == "eager":
         log_once(
             logger,
@@ -579,7 +576,6 @@ def find_overflow(
     *args: Any,
     kwargs: Mapping[str, Any] | None = None,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    snapshot: str | os.PathLike[str] | None = None,
     **options: Unpack[ConvertOptions],
 ) -> Overflow:
     """Finds the first number, forward or backward, that leaves its dtype's range.
@@ -595,9 +591,6 @@ def find_overflow(
         *args, kwargs: the arguments of a call of the model.
         loss_fn: gives a tensor of one element from the model's output; by default the
             output's `loss`, or the sum of the output's float tensors.
-        snapshot: a folder that `record=` has written to.  The weights, arguments,
-            random generators and options of its newest snapshot are used, and `*args`
-            and `kwargs` are needed only for arguments that it could not hold.
         **options: as for `convert`; they are added to the options of a converted
             model, and to fp16 for another.
 
@@ -619,8 +612,6 @@ def find_overflow(
         False
     """
     named = call_keywords("find_overflow", kwargs, options)
-    if snapshot is not None:
-        return find_overflow_in(model, snapshot, (args, named), options, loss_fn)[0]
     return find_overflow_model(model, args, named, options, loss_fn)
 
 

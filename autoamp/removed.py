@@ -15,3 +15,10 @@ NAMES = {
     "tune": _TUNE,
 }
 """Names of the package."""
+
+_RECORD = "autoamp.find_overflow(model, x) finds the op on the live model"
+
+OPTIONS = {"record": _RECORD, "snapshot": _RECORD}
+"""Options of `convert`, and of what takes its options."""
+
+VARIABLES = {"AUTOAMP_RECORD_DIR": _RECORD}

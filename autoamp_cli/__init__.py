@@ -17,7 +17,6 @@ from autoamp_cli.diff import diff
 from autoamp_cli.env import env
 from autoamp_cli.explain import explain
 from autoamp_cli.export import export
-from autoamp_cli.replay import replay
 from autoamp_cli.rules import rules
 from autoamp_cli.run import run
 
@@ -38,7 +37,6 @@ _COMMANDS: tuple[click.Command, ...] = (
     env,
     explain,
     export,
-    replay,
     rules,
     run,
 )

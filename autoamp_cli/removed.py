@@ -4,8 +4,11 @@ from __future__ import annotations
 
 _ONE_DEVICE = "explain --device NAME predicts the time of a step on one device"
 
+_OVERFLOW = "autoamp.find_overflow(model, x) finds the op on the live model"
+
 COMMANDS = {
     "plan": "`autoamp explain NAME --device` predicts the time of a step",
+    "replay": _OVERFLOW,
     "tune": "`autoamp bench NAME` times the ways to run a model",
 }
 
@@ -14,5 +17,9 @@ OPTIONS = {
     ("explain", "--node"): _ONE_DEVICE,
     ("explain", "--network"): _ONE_DEVICE,
     ("explain", "--microbatches"): _ONE_DEVICE,
+    (
+        "run",
+        "--record",
+    ): _OVERFLOW,
 }
 """Options of commands that are still there."""

@@ -56,7 +56,6 @@ def _removals(function: Any) -> Any:
 )
 @click.option("--weight-copies", metavar="C", help='kept or "every call".')
 @click.option("--lock", metavar="FILE", help="The report that placements must equal.")
-@click.option("--record", "record_dir", metavar="DIR", help="The folder of snapshots.")
 @click.option("--report-dir", metavar="DIR", help="The folder for graphs and reports.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)

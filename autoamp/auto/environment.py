@@ -17,9 +17,9 @@ from autoamp.messages import printable_line
 from autoamp.passes.ops import parse_op_name
 from autoamp.passes.options import BACKENDS, PLACEMENTS
 from autoamp.passes.rules import Rules
+from autoamp.removed import VARIABLES as REMOVED
 from autoamp.training.options import MASTERS, WEIGHT_COPIES, Options
 from autoamp.training.scale import LOSS_SCALES, StaticLossScale
-from autoamp.training.snapshot_files import checked as recorded_to
 
 ENABLE = "AUTOAMP_ENABLE"
 _ON, _OFF = ("1", "true", "on"), ("0", "false", "off")
@@ -122,7 +122,9 @@ def remarks(environ: Mapping[str, str]) -> list[str]:
         valid = ", ".join((*_ON, *_OFF))
         found.append(_told(ENABLE, enable, f"give one of {valid}"))
     for name in sorted(environ):
-        if name.startswith(_PREFIX) and name not in known:
+        if name in REMOVED:
+            found.append(f"{name} was removed: {REMOVED[name]}")
+        elif name.startswith(_PREFIX) and name not in known:
             shown = printable_line(name, _SHOWN)
             found.append(f"{shown} is no variable of autoamp; {_hint(shown, known)}")
     return found
@@ -158,10 +160,6 @@ def _keep(value: str, *_: Any) -> dict[str, Any]:
 
 def _lock(value: str, *_: Any) -> dict[str, Any]:
     return {"lock": value}
-
-
-def _record(value: str, *_: Any) -> dict[str, Any]:
-    return {"record": str(recorded_to(value))}
 
 
 def _loss_scale(value: str, *_: Any) -> dict[str, Any]:
@@ -301,7 +299,6 @@ _VARIABLES: dict[str, _Parse] = {
     "AUTOAMP_WEIGHT_COPIES": _word("weight_copies", WEIGHT_COPIES),
     "AUTOAMP_MASTERS": _word("masters", MASTERS),
     "AUTOAMP_EXACT_CASTS": _switch("exact_casts"),
-    "AUTOAMP_RECORD_DIR": _record,
 }
 """The variables in reading order: the precision comes before the lists, whose check
 needs it."""

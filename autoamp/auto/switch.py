@@ -34,7 +34,6 @@ from autoamp.training.attach import (
 from autoamp.training.ledger import BACKWARDS
 from autoamp.training.masters import KEY as MASTERS_KEY
 from autoamp.training.options import ConvertOptions, Options
-from autoamp.training.snapshot_files import checked as recorded_to
 from autoamp_heat import INSIDE, Heat, passed_on
 
 logger = logging.getLogger(__name__)
@@ -271,8 +270,6 @@ def enable(
     """
     folder = environment.writable(str(report_dir)) if report_dir is not None else None
     chosen = Options().replace(**options)
-    if chosen.record is not None:
-        recorded_to(chosen.record)
     if chosen.keep:
         # A pattern need not fit the first model of a process: what has fitted none is
         # told at the end.

@@ -17,6 +17,7 @@ from autoamp.messages import advice
 from autoamp.passes.kernels.table import KERNEL_NAMES
 from autoamp.passes.rules import Category, Rules
 from autoamp.passes.rules.model import COMPLETE, TENSORFLOW
+from autoamp.removed import OPTIONS as REMOVED
 
 Placement = Literal["optimal", "tensorflow", "promote", "forced"]
 Objective = Literal["time", "memory"]
@@ -182,6 +183,8 @@ class PassOptions:
         # `dataclasses.replace` would raise a `TypeError` that lists no options.
         there = names_of(type(self))
         for name in changes:
+            if name in REMOVED:
+                raise OptionError(f"{name}= was removed: {REMOVED[name]}")
             if name not in there:
                 raise OptionError(
                     f"unknown option {name!r}; the options are {', '.join(there)}"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ from autoamp.runtime.eligible import (
     unsupported,
 )
 from autoamp.runtime.engine import Engine
-from autoamp.runtime.entry import Entry, RecordedEntry
+from autoamp.runtime.entry import Entry
 from autoamp.runtime.forward import methods_past
 from autoamp.runtime.kept import capture_now
 from autoamp.runtime.lock import check_model, tell_of_model
@@ -65,8 +64,6 @@ from autoamp.training.remedy import Remedy
 from autoamp.training.scale import LossScale, NoLossScale, resolve_loss_scale
 from autoamp.training.scaling import ModelScaling
 from autoamp.training.shards import SHARDED
-from autoamp.training.snapshot import SnapshotWriter
-from autoamp.training.snapshot_files import checked
 from autoamp.training.uncalled import expect_calls
 from autoamp.training.weight_copies import own_loaded_weights
 
@@ -84,7 +81,6 @@ class Decision:
         why_not: why it is not.
         scale: the loss scale to begin with.
         notes: how a half-precision model is trained; empty for other models.
-        folder: where a snapshot is written, or None.
     """
 
     model: nn.Module
@@ -93,7 +89,6 @@ class Decision:
     why_not: str
     scale: LossScale
     notes: tuple[Skipped, ...]
-    folder: Path | None
 
     @property
     def label(self) -> str:
@@ -167,7 +162,7 @@ def decide(model: nn.Module, options: Options, *, masters: bool = False) -> Deci
     Raises:
         UnsupportedModelError: `model` is not a module, or cannot be captured.
         LockError: the lock does not fit the model, and `strict` is set.
-        OptionError: a pattern of `keep=` or the folder of `record=` cannot be used.
+        OptionError: a pattern of `keep=` cannot be used.
     """
     model = compat.inside_wrappers(model)
     reason = unsupported(model)
@@ -194,16 +189,12 @@ def decide(model: nn.Module, options: Options, *, masters: bool = False) -> Deci
         kept = f"keeps its {short_name(own)} parameters"
         why = f"{kept}; its optimizer steps fp32 master weights"
         notes = (Skipped(label, why),)
-    folder = None if options.record is None else checked(options.record)
-    return Decision(model, options, low, why_not, scale, notes, folder)
+    return Decision(model, options, low, why_not, scale, notes)
 
 
 def _engine(decided: Decision, low: torch.dtype, automatic: bool) -> Engine:
     """The engine of a model's graphs, with the record and the loss scaling."""
     options, label = decided.options, decided.label
-    writer = None
-    if decided.folder is not None:
-        writer = SnapshotWriter(decided.folder, options)
     scaling = new_scaling(
         options,
         decided.scale,
@@ -212,14 +203,11 @@ def _engine(decided: Decision, low: torch.dtype, automatic: bool) -> Engine:
         [convert_again] if options.heal else [],
         low=low,
         automatic=automatic,
-        on_step=() if writer is None else (writer.stepped,),
     )
-    if writer is not None:
-        writer.scaling = scaling
     if not (automatic or decided.notes):
         expect_calls(scaling, _what_is_captured, strict=options.strict)
     record = Record(label, low, scaling, skipped=[*decided.notes])
-    return Engine(options, record, writer=writer)
+    return Engine(options, record)
 
 
 def _install(
@@ -228,8 +216,8 @@ def _install(
     """Has the calls of the model run under `engine`; changes nothing if it raises."""
     model = decided.model
     state, fresh = _state_of(model)
-    before, kind = state.call, Entry if engine.writer is None else RecordedEntry
-    state.call = kind(engine, type(model), of_class=state.previous is None)
+    before = state.call
+    state.call = Entry(engine, type(model), of_class=state.previous is None)
     # Before any graph is captured: a graph's copies are kept only of memory that torch
     # can watch.
     own_loaded_weights(model)
@@ -243,7 +231,6 @@ def _install(
             if fresh:
                 revert_model(model)
             raise
-    _end_recording(before)
     DECLINED.pop(model, None)
     low = short_name(engine.record.low)
     logger.debug("autoamp: %s will be converted to %s", decided.label, low)
@@ -262,19 +249,9 @@ def _state_of(model: nn.Module) -> tuple[Conversion, bool]:
     return install(model), True
 
 
-def _end_recording(call: Entry | None) -> None:
-    """Ends the writer of a call that a model has no more, unless a copy has it."""
-    writer = None if call is None else call.engine.writer
-    others = [each.engine.writer for each in CONVERSIONS if each.engine is not None]
-    if writer is not None and all(each is not writer for each in others):
-        writer.end()
-
-
 def _decline(decided: Decision, automatic: bool) -> None:
     """Logs why a model is not converted, and reverts an earlier conversion."""
     model, label, notes = decided.model, decided.label, [*decided.notes]
-    if decided.folder is not None:
-        logger.warning("autoamp: %s is not converted, and not recorded", label)
     if notes:
         logger.info("autoamp: %s %s", label, notes[0].why)
     else:
@@ -340,7 +317,6 @@ def _under(remedy: Remedy, engine: Engine) -> Engine:
     return Engine(
         remedy.on(engine.options),
         record,
-        writer=engine.writer,
         on_capture=engine.on_capture,
     )
 
@@ -393,7 +369,6 @@ def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:
     call, state.call = state.call, None
     if call is not None and all(e.engine is not call.engine for e in CONVERSIONS):
         end_scaling(call.engine.record.scaling)
-        _end_recording(call)
     if state.bound is None or model.__dict__.get("forward") == state.bound:
         uninstall(model)
     return model

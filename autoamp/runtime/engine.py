@@ -42,7 +42,6 @@ from autoamp.runtime.lock import check_graph
 from autoamp.runtime.record import Record
 from autoamp.training.buffers import Written
 from autoamp.training.options import Options
-from autoamp.training.snapshot import SnapshotWriter
 from autoamp.training.weight_copies import MeshedCopies, WeightCopies
 
 logger = logging.getLogger(__name__)
@@ -73,7 +72,6 @@ class Engine:
         device: the device that graphs are made for; by default the one they are on.
         bound: for each graph, which other models may run as well, the function that
             this model's calls run.
-        writer: hears of the models' training calls, for `record=`; or None.
         on_capture: a function called with the engine after each call that captured
             something, or None.
         is_new: graphs were captured since `on_capture` was last called, or no more are.
@@ -87,7 +85,6 @@ class Engine:
     device: Device | None = None
     local: Local = field(default_factory=Local)
     bound: dict[Prepared, Callable[..., Any]] = field(default_factory=dict)
-    writer: SnapshotWriter | None = None
     on_capture: Callable[[Engine], None] | None = None
     is_new: bool = False
     amount: compat.Amount = field(default_factory=compat.Amount)
@@ -103,8 +100,7 @@ class Engine:
     def compiled_by(self, backend: Callable[..., Any]) -> Engine:
         """An engine with the same record that hands its graphs to `backend`."""
         options = self.options.compiled_by(backend)
-        told = self.on_capture
-        return Engine(options, self.record, writer=self.writer, on_capture=told)
+        return Engine(options, self.record, on_capture=self.on_capture)
 
     def tell(self) -> None:
         """Tells the listener, if there is one, that new graphs have been run."""

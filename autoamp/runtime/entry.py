@@ -42,7 +42,6 @@ from autoamp.runtime.graph import (
 from autoamp.runtime.program import (
     THREAD,
     Program,
-    inside_a_call,
     likeness,
     program_for,
     tell_ranks,
@@ -617,23 +616,6 @@ def _apart(
 ) -> Any:
     """Makes a call from the user's compilation, whose graph is broken at the call."""
     return forward.compiled_by(backend).of(owner, name)(model, args, kwargs)
-
-
-class RecordedEntry(Entry):
-    """The entry of a model with `record=`, whose training calls a writer hears of."""
-
-    def __call__(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """As for `Entry`; where gradients are recorded, the writer hears of it."""
-        writer = self.engine.writer
-        recorded = torch.is_grad_enabled() and not (THREAD.off or inside_a_call())
-        if writer is None or not recorded:
-            return super().__call__(model, args, kwargs)
-        writer.begin(model, args, kwargs)
-        result = super().__call__(model, args, kwargs)
-        writer.returned(result)
-        return result
 
 
 # -- calls that run no rewritten graph: why, and which need none -----------------------

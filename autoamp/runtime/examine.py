@@ -25,6 +25,7 @@ from autoamp.passes.options import PassOptions
 from autoamp.passes.record import Prepared, Rewritten, Setting
 from autoamp.passes.run import as_it_is, rewrite_normalised
 from autoamp.passes.see.normalise import Normalised
+from autoamp.removed import OPTIONS as REMOVED
 from autoamp.runtime.conversion import (
     conversion_of,
     install,
@@ -69,6 +70,8 @@ def call_keywords(
         OptionError: `kwargs` is no dict, or there is no option of some name.
     """
     for name in options.keys() - {*OPTION_NAMES}:
+        if name in REMOVED:
+            raise OptionError(f"{name}= was removed: {REMOVED[name]}")
         close = difflib.get_close_matches(name, OPTION_NAMES, 1)
         meant = f"; did you mean {close[0]}?" if close else "."
         raise OptionError(
@@ -88,14 +91,12 @@ def options_for(
 ) -> Options:
     """The options `given`, added to the options of the model's conversion.
 
-    Where the model is not converted, they are added to `default`.  A question is never
-    recorded.
+    Where the model is not converted, they are added to `default`.
     """
     state = conversion_of(model)
     engine = state.engine if state is not None else None
     own = engine.options if engine is not None else None
-    chosen = (own or default or Options()).replace(**(given or {}))
-    return chosen if chosen.record is None else chosen.replace(record=None)
+    return (own or default or Options()).replace(**(given or {}))
 
 
 def twin_of(model: nn.Module) -> nn.Module:

@@ -83,7 +83,6 @@ class Overflow(Printed):
         in_fp32: whether fp32 gives an infinity or NaN too, which no option can cure.
         harmless: whether the loss and all gradients are finite in spite of it.
         rule: the options of `convert` that keep the number in range, or None.
-        notes: what a snapshot tells beside it; empty without a snapshot.
     """
 
     columns = FULL_WIDTH
@@ -104,7 +103,6 @@ class Overflow(Printed):
     in_fp32: bool = False
     harmless: bool = False
     rule: Remedy | None = None
-    notes: tuple[str, ...] = ()
 
     @property
     def limit(self) -> float:
@@ -133,7 +131,7 @@ class Overflow(Printed):
         return f"{what} left the range of {short_name(self.dtype)}: {self._size()}"
 
     def parts(self) -> Iterator[Line | Table]:
-        """The answer, then its place, its cure and the notes."""
+        """The answer, then its place and its cure."""
         low = short_name(self.precision)
         yield Line(f"autoamp find_overflow: {self.label}, {low}", "head")
         yield Line(self.headline)
@@ -148,8 +146,6 @@ class Overflow(Printed):
             yield "read by", f"{self.reader}, in {short_name(self.dtype)}"
         if self.found:
             yield from self._advice()
-        for note in self.notes:
-            yield "note", note
 
     # -- sentences -----------------------------------------------------------------
 
@@ -338,14 +334,11 @@ def find_overflow_model(
     kwargs: Mapping[str, Any],
     given: Mapping[str, Any] | None,
     loss_fn: LossFn | None = None,
-    *,
-    scale: float | None = None,
 ) -> Overflow:
     """The first number that leaves its range; see `autoamp.find_overflow`.
 
     Args:
         given: options of `convert`, added to those of the model's own conversion.
-        scale: the loss scale; by default that in force.
 
     Raises:
         UnsupportedModelError: the model cannot be captured, or its inputs are on
@@ -367,7 +360,7 @@ def find_overflow_model(
     with examined(model, options, low) as (twin, engine):
         try:
             stand_in = Recording(twin, engine, call, loss_fn, trains=trains)
-            scale = _loss_scale(model, engine) if scale is None else scale
+            scale = _loss_scale(model, engine)
             first = stand_in.recorded(engine.options, scale)
         except AutoampError:
             raise

@@ -63,7 +63,6 @@ def made_by(
     caches: bool = True,
     room: int = 0,
     data: bool = False,
-    alone: bool = False,
 ) -> Made:
     """The model called `name`, and a call of it.
 
@@ -81,16 +80,10 @@ def made_by(
             no exported program can hold.
         room: tokens that are generated after those of the call.
         data: whether a factory may return batches of data as a fourth part.
-        alone: whether a factory may return the model without arguments.
 
     Raises:
         OptionError: no model has that name, its factory raises or returns something
             else, or a number cannot be used.
-
-    Example:
-        >>> made = made_by("torch.nn:Identity", alone=True)
-        >>> made.model, made.args
-        (Identity(), ())
     """
     refuse_below_one(batch=batch, sequence=sequence)
     if names_a_model(name):
@@ -111,7 +104,7 @@ def made_by(
             f"{name} makes its own arguments: batch and sequence are for models of "
             "transformers"
         )
-    return _called(name, data=data, alone=alone)
+    return _called(name, data=data)
 
 
 def given(
@@ -156,14 +149,12 @@ def refuse_below_one(**sizes: int | None) -> None:
 # -- factories -------------------------------------------------------------------------
 
 
-def _called(name: str, *, data: bool, alone: bool) -> Made:
+def _called(name: str, *, data: bool) -> Made:
     factory = function_of(name)
     try:
         returned = factory()
     except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code)
         raise OptionError(f"{name} raised {told(error)}") from None
-    if alone and not isinstance(returned, tuple):
-        returned = returned, ()
     return _checked(name, returned, (2, 3, 4) if data else (2, 3))
 
 

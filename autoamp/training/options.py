@@ -67,7 +67,6 @@ class ConvertOptions(ExportOptions, total=False):
     heal: bool
     guard: bool
     exact_casts: bool
-    record: str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,6 @@ class Options(PassOptions):
 
     Attributes:
         lock: the report that placements must match; a path is read at once.
-        record: the folder of snapshots, or None.
         unmet: the patterns of `keep` that have matched no model yet, if the options are
             for all models of a process.  Only `enable` sets this field.
 
@@ -92,7 +90,6 @@ class Options(PassOptions):
     lock: SavedReport | str | os.PathLike[str] | None = None
     heal: bool = False
     guard: bool = True
-    record: str | os.PathLike[str] | None = None
     unmet: set[str] | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -106,8 +103,6 @@ class Options(PassOptions):
         # The file is read now: it may be gone, or another, when a graph is compared
         # with it.
         object.__setattr__(self, "lock", _report(self.lock))
-        if self.record is not None and not isinstance(self.record, str | os.PathLike):
-            raise OptionError(f"record={self.record!r} is not the path of a folder")
 
     @property
     def locked(self) -> SavedReport | None:

@@ -42,8 +42,7 @@ class ModelLedger:
             compute dtype.
         leaves: the trained tensors of graphs that are not scaled, at their first run.
         skips: the reason for each skipped step.
-        steps: how many steps optimizers have taken or skipped; a snapshot counts
-            the same steps.
+        steps: how many steps optimizers have taken or skipped.
         counted: the number of steps when a backward last counted towards growth.
         in_a_row: how many steps have been skipped since the last step taken.
         buffers: the buffers that runs have written to since the last step.

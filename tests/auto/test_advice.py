@@ -34,7 +34,6 @@ SPEAK_PYTHON = {
     "training/scale.py": "likewise; environment.py checks variables by itself",
     "auto/switch.py": "`unmet` is set by `enable(keep=...)` alone",
     "api.py": "the answer to a call of `convert`, made in Python",
-    "training/snapshot_files.py": "the subject is the option, or `replay`",
     "runtime/eligible.py": "no variable gives `keep`; compiled models are not declined",
     "runtime/compile_backend.py": "an example of a call of torch.compile",
     "passes/decide/pins.py": "a report, which names options of `convert`",

@@ -38,7 +38,6 @@ ALL = [
     "AUTOAMP_LOCK",
     "AUTOAMP_RULES",
     "AUTOAMP_REPORT_DIR",
-    "AUTOAMP_RECORD_DIR",
     *(f"{name}_{change}" for name in LISTS for change in ("ADD", "REMOVE")),
 ]
 
@@ -284,7 +283,7 @@ def names_only(name: str) -> st.SearchStrategy[str]:
     """A directory is made where a report directory is named: only below /proc."""
     words = st.sampled_from(["auto", "mm", "bf16", "1", ",", "=", "~", "/", "::", "."])
     texts = st.text() | st.lists(words | st.text(max_size=3)).map("".join)
-    if name in ("AUTOAMP_REPORT_DIR", "AUTOAMP_RECORD_DIR"):
+    if name == "AUTOAMP_REPORT_DIR":
         return texts.map(lambda t: "/proc/" + t.replace("..", ""))
     return texts.filter(lambda t: "/" not in t)
 
@@ -325,6 +324,11 @@ def test_a_variable_that_is_none_of_ours_is_pointed_to_the_one_that_is(
     (sentence,) = environment.remarks({f"AUTOAMP_{variable}": "yes", "HOME": "/"})
     says(sentence, *named)
     assert len(sentence) < 1000
+
+
+def test_a_variable_that_was_removed_says_what_to_use() -> None:
+    (sentence,) = environment.remarks({"AUTOAMP_RECORD_DIR": "folder"})
+    says(sentence, "AUTOAMP_RECORD_DIR", "removed", "autoamp.find_overflow")
 
 
 def test_what_others_read_is_not_remarked_on() -> None:

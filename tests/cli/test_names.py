@@ -34,7 +34,7 @@ ASKING = {
 """Each command that takes the name of a model, and options that make it quick."""
 
 COMMANDS = {words: each for words, each in commands_of(main) if words}
-CONVERTING = [*ASKING, "run", "replay"]
+CONVERTING = [*ASKING, "run"]
 SILENT = {"autoamp run"}
 """The commands that print no result of their own."""
 

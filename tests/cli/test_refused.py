@@ -21,6 +21,8 @@ ROWS: list[tuple[str, int, list[str]]] = [
     ("no-such-command", 2, ["no-such-command"]),
     # -- what was removed, with what to use
     ("plan transformers:gpt2", 2, ["plan", "removed", "autoamp explain"]),
+    ("replay folder --model nets:small", 2, ["replay", "removed", "find_overflow"]),
+    ("run --record folder s.py", 2, ["--record", "removed", "find_overflow"]),
     ("tune transformers:gpt2", 2, ["tune", "removed", "autoamp bench"]),
     ("explain nets:small --mesh dp=8", 2, ["--mesh", "removed", "--device"]),
     ("explain nets:small --mesh=dp=8", 2, ["--mesh", "removed", "--device"]),

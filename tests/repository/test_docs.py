@@ -86,14 +86,6 @@ def write_files(names: dict[str, Any]) -> None:
     autoamp.explain(names["model"], names["x"]).to_json("precision.json")
 
 
-def write_snapshot() -> None:
-    """A snapshot in the working directory, of a loss that is not finite."""
-    names = namespace()
-    options = {"precision": "bf16", "do_no_harm": False, "record": "snapshots"}
-    model = autoamp.convert(names["model"], **options)
-    (model(names["x"]).sum() * torch.inf).backward()
-
-
 def run(block: Block, names: dict[str, Any]) -> None:
     """Runs a block; an error names the page and the line."""
     padding = "\n" * (block.line - 1)
@@ -114,8 +106,6 @@ def test_python_blocks_run(page: Path, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = namespace()
     write_files(names)
-    if name_of(page) == "docs/snapshot.md":
-        write_snapshot()
     continued = name_of(page) in CONTINUED
     for block in blocks(page, "python"):
         with contextlib.redirect_stdout(io.StringIO()) as printed:

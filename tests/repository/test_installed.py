@@ -18,7 +18,6 @@ GUARDED = {
     "executorch": ("executorch", "tools/export_targets.py"),
     "onnx": ("onnx", "tools/export_targets.py"),
     "pynvml": ("bench", "tools/bench_meters.py"),
-    "safetensors": ("record", "training/snapshot_files.py"),
 }
 """A module that may be missing, the extra that brings it, and the file that says so."""
 

@@ -79,7 +79,6 @@ OPTIONS: dict[str, Any] = {
     "fuse": True,
     "exact_casts": False,
     "calibrate": True,
-    "record": None,
 }
 
 
@@ -138,10 +137,11 @@ def test_convert_takes_what_the_options_are() -> None:
         if p.kind is inspect.Parameter.KEYWORD_ONLY
     }
     assert keywords == {**OPTIONS, **FOR_CONVERT}
+    assert parameters["others"].kind is inspect.Parameter.VAR_KEYWORD
     assert parameters["optimizer"].default is None
 
 
 def test_convert_explains_each_parameter() -> None:
     doc = inspect.getdoc(autoamp.convert) or ""
     for name in inspect.signature(autoamp.convert).parameters:
-        assert re.search(rf"^\s*(\w+, )*{name}(, \w+)*:", doc, re.MULTILINE), name
+        assert re.search(rf"^\s*(\w+, |\*\*)*{name}(, \w+)*:", doc, re.MULTILINE), name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import autoamp
+from autoamp.removed import OPTIONS as REMOVED
 from tests.logs import warned
 from tests.says import says
 from tests.small_models import BF16, WIDTH, mlp
@@ -114,8 +117,9 @@ def test_a_refused_option_leaves_the_old_ones_in_force() -> None:
 
 
 def test_an_option_that_does_not_exist() -> None:
-    with pytest.raises(TypeError, match="precison"):
+    with pytest.raises(autoamp.OptionError) as raised:
         autoamp.convert(mlp(), precison="bf16")
+    says(raised, "precison", "precision")
 
 
 def test_a_bad_rules_file_is_named(tmp_path: Path) -> None:
@@ -192,6 +196,7 @@ def models(kind: type[nn.Linear]) -> list[nn.Linear]:
     return [kind(WIDTH, 4), autoamp.convert(kind(WIDTH, 4), **BF16)]
 
 
+ASK = ["explain", "compare", "find_overflow", "bench"]
 QUESTIONS = ["explain", "compare", "find_overflow", "bench", "export"]
 
 
@@ -221,3 +226,18 @@ def test_an_option_and_an_argument_may_share_a_name(kind: type[nn.Linear]) -> No
             question(model, X, kwargs=own, precision="fp16", do_no_harm=False)
     program = autoamp.export(kind(WIDTH, 4), (X,), own, precision="bf16")
     assert program.module()(X, **own).shape == (len(X), 4)
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_option_says_what_to_use(name: str) -> None:
+    """In every function that takes the options, and in a dict of them for `enable`."""
+    given = {name: "value"}
+    calls: list[Callable[[], Any]] = [
+        lambda: autoamp.convert(nn.Linear(WIDTH, 4), **given),
+        lambda: autoamp.enable(**given),
+        *(partial(getattr(autoamp, q), nn.Linear(WIDTH, 4), X, **given) for q in ASK),
+    ]
+    for call in calls:
+        with pytest.raises(autoamp.OptionError) as raised:
+            call()
+        says(raised, f"{name}=", "removed", REMOVED[name])
