@@ -46,10 +46,8 @@ from autoamp.tools.find_overflow import Overflow, find_overflow_model
 from autoamp.training import foreign
 from autoamp.training.boundary import params_of
 from autoamp.training.options import (
-    NOT_OF_EXPORT,
     NOT_OF_REWRITE,
     ConvertOptions,
-    ExportOptions,
     Masters,
     Options,
     WeightCopies,
@@ -105,7 +103,6 @@ def convert(
     strict: bool = False,
     weight_copies: WeightCopies = "kept",
     masters: Masters = "auto",
-    lock: str | os.PathLike[str] | None = None,
     heal: bool = False,
     guard: bool = True,
     fuse: bool | Mapping[str, bool] = True,
@@ -156,10 +153,6 @@ def convert(
             itself, and otherwise 4 bytes.  "split": the same, and a line names the
             weights whose masters cost 4 bytes.  "fp32": all masters cost 4 bytes.
             "off": the optimizer updates the half-precision weights themselves.
-        lock: the path of a committed report of this model (`Report.to_json`, `autoamp
-            explain --json`).  A captured graph that is not placed as the report says
-            causes one warning, or an error under `strict`.  A message names each graph
-            that the report does not have.
         heal: whether an op that makes step after step overflow is kept in fp32 from the
             next call on: the model is captured again with one more `deny=` or `keep=`,
             which a log line names.
@@ -215,7 +208,6 @@ def convert(
         strict=strict,
         weight_copies=weight_copies,
         masters=masters,
-        lock=lock,
         heal=heal,
         guard=guard,
         fuse=fuse,
@@ -325,12 +317,12 @@ def export(
     dynamic_shapes: Any = None,
     target: TargetName | None = None,
     out: str | os.PathLike[str] | None = None,
-    **options: Unpack[ExportOptions],
+    **options: Unpack[RewriteOptions],
 ) -> torch.export.ExportedProgram:
     """A mixed-precision model as an exported program, and as a file where one is named.
 
     What is exported of a converted model is what the model runs: its options, its
-    rules, its lock, its modules in fp32.  The program takes and returns what the model
+    rules, its modules in fp32.  The program takes and returns what the model
     does, holds torch's own ops alone, and holds each weight once, in the precision in
     which ops read it.  It is for inference: gradients and loss scaling stay behind.
     `model` is not changed; a converted model is called once, to compare its results
@@ -363,7 +355,7 @@ def export(
         >>> {name: weight.dtype for name, weight in program.state_dict.items()}
         {'weight': torch.bfloat16, 'bias': torch.bfloat16}
     """
-    refused = sorted(options.keys() & NOT_OF_EXPORT)
+    refused = sorted(options.keys() & NOT_OF_REWRITE)
     if refused:
         raise OptionError(
             f"export() has no option {' or '.join(refused)}, because an exported model "

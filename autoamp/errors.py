@@ -64,10 +64,6 @@ class PassError(AutoampError, RuntimeError):
         return cls(f"at {node}: {type(error).__name__}: {error}", nodes=(node,))
 
 
-class LockError(AutoampError, RuntimeError):
-    """The placement of a model differs from its lock, which is a committed report."""
-
-
 class BudgetError(AutoampError, RuntimeError):
     """A budget for error cannot be met, not even in fp32."""
 

@@ -6,7 +6,10 @@ _PLAN = "autoamp.explain(model, x, device=...) predicts the time of a step"
 
 _TUNE = "autoamp.bench(model, x) times the ways to run a model"
 
+_LOCK = "`autoamp diff OLD NEW --exit-code` compares two reports, in CI"
+
 NAMES = {
+    "LockError": _LOCK,
     "MeshPlan": _PLAN,
     "Monitor": "autoamp.report(model).loss_scale has the figures of each step",
     "Plan": _PLAN,
@@ -18,7 +21,7 @@ NAMES = {
 
 _RECORD = "autoamp.find_overflow(model, x) finds the op on the live model"
 
-OPTIONS = {"record": _RECORD, "snapshot": _RECORD}
+OPTIONS = {"lock": _LOCK, "record": _RECORD, "snapshot": _RECORD}
 """Options of `convert`, and of what takes its options."""
 
-VARIABLES = {"AUTOAMP_RECORD_DIR": _RECORD}
+VARIABLES = {"AUTOAMP_LOCK": _LOCK, "AUTOAMP_RECORD_DIR": _RECORD}

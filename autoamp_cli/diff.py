@@ -17,6 +17,11 @@ from autoamp_cli.waiting import waiting
 @command()
 @with_json
 @click.option(
+    "--exit-code",
+    is_flag=True,
+    help="Exit with 1 where an op appeared or vanished, too.",
+)
+@click.option(
     "--full", is_flag=True, help="Print every row, not the first of each kind."
 )
 @click.option(
@@ -37,17 +42,19 @@ def diff(
     json_to: str | None,
     html_to: str | None,
     full: bool,
+    exit_code: bool,
 ) -> None:
     """Shows which ops changed precision from OLD to NEW, or to each of several NEW.
 
     OLD and NEW are reports that `autoamp explain --json` or `--html` wrote, or files
     that `autoamp export` wrote, whose plans are checked against the files first.
     Exit status: 1 if an op changed precision, 0 if none did, 2 if a file is neither.
+    With --exit-code it is 1 wherever the two place other ops, or ops otherwise.
 
     \b
     Examples:
       autoamp explain models.resnet:example --json new.json
-      autoamp diff precision.json new.json
+      autoamp diff precision.json new.json --exit-code
       autoamp diff old.html new.html --html diff.html
       autoamp diff resnet.pt2 resnet.onnx precision.json
     """
@@ -81,7 +88,8 @@ def diff(
         for one in found:
             for part in table_of(one, full=full):
                 console.print(part)
-    ctx.exit(1 if any(one.changed for one in found) else 0)
+    differ = any(one.places_otherwise if exit_code else one.changed for one in found)
+    ctx.exit(int(differ))
 
 
 def _page(old: str, new: str) -> str:

@@ -17,9 +17,7 @@ OPTIONS = {
     ("explain", "--node"): _ONE_DEVICE,
     ("explain", "--network"): _ONE_DEVICE,
     ("explain", "--microbatches"): _ONE_DEVICE,
-    (
-        "run",
-        "--record",
-    ): _OVERFLOW,
+    ("run", "--lock"): "`autoamp diff OLD NEW --exit-code` compares two reports",
+    ("run", "--record"): _OVERFLOW,
 }
 """Options of commands that are still there."""

@@ -55,7 +55,6 @@ def _removals(function: Any) -> Any:
     "--calibrate", metavar="0|1", help="0: prices by a table, not measured here."
 )
 @click.option("--weight-copies", metavar="C", help='kept or "every call".')
-@click.option("--lock", metavar="FILE", help="The report that placements must equal.")
 @click.option("--report-dir", metavar="DIR", help="The folder for graphs and reports.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)

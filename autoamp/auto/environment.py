@@ -158,10 +158,6 @@ def _keep(value: str, *_: Any) -> dict[str, Any]:
     return {"keep": _names(value)}
 
 
-def _lock(value: str, *_: Any) -> dict[str, Any]:
-    return {"lock": value}
-
-
 def _loss_scale(value: str, *_: Any) -> dict[str, Any]:
     word = value.lower()
     if word in LOSS_SCALES:
@@ -290,7 +286,6 @@ _VARIABLES: dict[str, _Parse] = {
     "AUTOAMP_PLACEMENT": _word("placement", PLACEMENTS),
     "AUTOAMP_DO_NO_HARM": _switch("do_no_harm"),
     "AUTOAMP_STRICT": _switch("strict"),
-    "AUTOAMP_LOCK": _lock,
     "AUTOAMP_HEAL": _switch("heal"),
     "AUTOAMP_GUARD": _switch("guard"),
     "AUTOAMP_FUSE": _switch("fuse"),

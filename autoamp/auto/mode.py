@@ -23,11 +23,9 @@ from autoamp.runtime.conversion import conversion_of, disown, models_of
 from autoamp.runtime.convert import convert_model, revert_model
 from autoamp.runtime.eligible import choose_precision
 from autoamp.runtime.engine import Engine
-from autoamp.runtime.lock import check_model
 from autoamp.runtime.program import disabled
 from autoamp.training import foreign
 from autoamp.training.attach import retire
-from autoamp.training.options import Options
 from autoamp_heat import HOT, Heat, mode_of, opaque
 
 logger = logging.getLogger(__name__)
@@ -92,15 +90,6 @@ def _say_left(module: nn.Module, error: Exception) -> None:
     problem = printable(f"{type(error).__name__}: {error}")
     text = f"autoamp: {class_name(module)} runs in fp32: {problem}"
     log_once(logger, logging.WARNING, text, of=module)
-
-
-def _with_own_lock(options: Options, target: nn.Module) -> Options:
-    """`options`, without a lock for another class: a script may have several models."""
-    lock, label = options.locked, class_name(target)
-    if lock is None or lock.model == label:
-        return options
-    log_once(logger, logging.INFO, f"autoamp: {check_model(lock, label)}")
-    return options.replace(lock=None)
 
 
 class AutomaticMode:
@@ -284,7 +273,6 @@ class AutomaticMode:
                 self._leave(target, engine)
                 return
         try:
-            options = _with_own_lock(options, target)
             told = self.on_capture
             convert_model(target, options, automatic=True, on_capture=told)
         except Exception as error:  # a script must not fail because of autoamp

@@ -58,7 +58,7 @@ from autoamp.passes.check.checks import Checks, differs_only
 from autoamp.passes.decide.assign import assign
 from autoamp.passes.decide.classify import classify
 from autoamp.passes.decide.cost import as_authors_ask, price_graph
-from autoamp.passes.decide.devices import Device, device_with, main_device
+from autoamp.passes.decide.devices import Device, main_device
 from autoamp.passes.functions.attention import attention, traced_attention
 from autoamp.passes.kernels.attention import attention_at, leave_out
 from autoamp.passes.kernels.convolutions import depthwise_at
@@ -526,11 +526,8 @@ come before the list, since each makes the graphs that the list runs on."""
 
 def device_of(work: Rewritten) -> Device:
     """The device that the graph is to run on."""
-    setting, here = work.setting, main_device(work.gm)
-    return (
-        setting.device
-        or device_with(setting.recorded, here.type, work.low)
-        or device_for(here, work.low, calibrate=work.options.calibrate)
+    return work.setting.device or device_for(
+        main_device(work.gm), work.low, calibrate=work.options.calibrate
     )
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -39,8 +39,6 @@ class Setting:
             ours where torch has none.
         own_ops: whether the graph may call ops of autoamp's (`autoamp::attention`).
         device: the device that the graph is to run on; by default the one it is on.
-        recorded: the figures of devices, as a report has them that placements must
-            match; a device of these is taken in the place of the one here.
         makes_code: whether the graph's code is made, which a graph that is only looked
             at does without.
         scaled: whether gradients are scaled at the edge of the graph.
@@ -50,7 +48,6 @@ class Setting:
     own_kernels: bool = False
     own_ops: bool = False
     device: Device | None = None
-    recorded: Sequence[Mapping[str, Any]] = ()
     makes_code: bool = True
     scaled: bool = False
 

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from torch import fx
 
@@ -193,20 +192,12 @@ class SavedReport:
         model: the class name of the model.
         compute_dtype: short name of the low dtype; "" where nothing was rewritten.
         graphs: every graph followed by its bodies, in order of capture.
-        devices: the figures of each device that ops are priced for; none where an
-            older version wrote the report.
     """
 
     path: str
     model: str
     compute_dtype: str
     graphs: tuple[SavedGraph, ...]
-    devices: tuple[Mapping[str, Any], ...] = ()
-
-    @property
-    def low_ops(self) -> int:
-        """The number of ops in low precision."""
-        return sum(op.is_low for g in self.graphs for op in g.ops)
 
 
 # -- rows of the records of the passes ------------------------------------------------
@@ -326,12 +317,6 @@ def _with_bodies(section: Section) -> Iterator[Section]:
         if not isinstance(gm, fx.GraphModule):
             gm = body.gm
         yield from _with_bodies(Section(section.graph, path, body, gm))
-
-
-def saved_graph(section: Section) -> SavedGraph:
-    """A section as a saved report has it, without the device and the casts."""
-    ops = (portable_row(row) for row in section.ops)
-    return SavedGraph(section.graph, section.body, "", tuple(ops))
 
 
 def portable_row(row: OpRow) -> OpRow:

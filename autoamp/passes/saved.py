@@ -155,8 +155,6 @@ def report_in(where: str, data: object) -> SavedReport:
             _fail(where, f"two ops of graph {graph} have the same name")
     top = {"model": _TEXT, "compute_dtype": _TEXT_OR_NULL}
     model, dtype = _values(where, {"compute_dtype": None, **data}, "", top)
-    # The first documents of version 1 have no devices.
-    devices = _tables(where, {"devices": [], **data}, "devices")
     return SavedReport(
         path=where,
         model=model,
@@ -165,7 +163,6 @@ def report_in(where: str, data: object) -> SavedReport:
             SavedGraph(*key, device, tuple(ops), tuple(casts))
             for key, (device, ops, casts) in sections.items()
         ),
-        devices=tuple(each for _, each in devices),
     )
 
 
@@ -284,16 +281,16 @@ class Diff:
     graphs_vanished: tuple[str, ...] = ()
 
     @property
-    def ops_differ(self) -> bool:
-        """Whether an op changed precision, appeared or vanished."""
-        return bool(self.changed or self.appeared or self.vanished)
+    def places_otherwise(self) -> bool:
+        """Whether an op changed precision, or only one of the reports has it."""
+        graphs = self.graphs_appeared or self.graphs_vanished
+        return bool(self.changed or self.appeared or self.vanished or graphs)
 
     @property
     def is_empty(self) -> bool:
         """Whether the two reports place every op and every cast alike."""
         casts = self.casts_added or self.casts_removed
-        graphs = self.graphs_appeared or self.graphs_vanished
-        return not (self.ops_differ or casts or graphs)
+        return not (self.places_otherwise or casts)
 
     def to_dict(self) -> dict[str, Any]:
         """The differences as plain values, for JSON."""

@@ -44,7 +44,6 @@ from autoamp.runtime.engine import Engine
 from autoamp.runtime.entry import Entry
 from autoamp.runtime.forward import methods_past
 from autoamp.runtime.kept import capture_now
-from autoamp.runtime.lock import check_model, tell_of_model
 from autoamp.runtime.program import STATE
 from autoamp.runtime.record import Record, Skipped
 from autoamp.training import foreign
@@ -161,7 +160,6 @@ def decide(model: nn.Module, options: Options, *, masters: bool = False) -> Deci
 
     Raises:
         UnsupportedModelError: `model` is not a module, or cannot be captured.
-        LockError: the lock does not fit the model, and `strict` is set.
         OptionError: a pattern of `keep=` cannot be used.
     """
     model = compat.inside_wrappers(model)
@@ -180,10 +178,6 @@ def decide(model: nn.Module, options: Options, *, masters: bool = False) -> Deci
     if low is None and own is not None and not isinstance(scale, NoLossScale):
         # The model is converted for loss scaling only: none of its ops is lowered.
         low, why_not, options = own, "", _runs_as_it_is(options, label)
-    if problem := check_model(options.locked, label, why_not):
-        tell_of_model(problem, strict=options.strict)
-        # The message has been given: no graph is compared with a lock of another model.
-        options = options.replace(lock=None)
     notes: tuple[Skipped, ...] = ()
     if own is not None:
         kept = f"keeps its {short_name(own)} parameters"

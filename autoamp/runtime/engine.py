@@ -38,7 +38,6 @@ from autoamp.runtime.graph import (
     undone,
     unscaled,
 )
-from autoamp.runtime.lock import check_graph
 from autoamp.runtime.record import Record
 from autoamp.training.buffers import Written
 from autoamp.training.options import Options
@@ -135,7 +134,6 @@ class Engine:
             with compat.autocast_off(), compat.saved_tensors_hooks_off():
                 on = Setting(
                     device=self.device,
-                    recorded=options.locked.devices if options.locked else (),
                     makes_code=self.runs_code(),
                 )
                 found = prepare(
@@ -277,9 +275,6 @@ class Engine:
             kind = MeshedCopies if meshed else WeightCopies
             copies = kind(low, kept=kept, layouts=prepared.layouts)
         captured = Graph(prepared, copies)
-        options = self.options
-        if options.locked is not None:
-            check_graph(options.locked, self.record, captured, strict=options.strict)
         self.computes_on_nested |= prepared.problem == _BY_AUTOCAST[NESTED]
         for why in prepared.notes:
             self.record.note(why)

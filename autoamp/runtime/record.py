@@ -74,9 +74,7 @@ class Record:
         lowers: some op of some graph is low.
         announced: the log line about the conversion has been written.
         announced_low: that line has said that ops are low.
-        lock_met: indices of the lock's graphs to which captured graphs were held.
         told_of_capture: it has been said that a first call takes long.
-        told_of_lock: it has been said that a graph is not placed as the lock says.
     """
 
     label: str
@@ -90,8 +88,6 @@ class Record:
     lowers: bool = False
     announced: bool = False
     announced_low: bool = False
-    lock_met: set[int] = field(default_factory=set)
-    told_of_lock: bool = False
     told_of_capture: bool = False
 
     @property

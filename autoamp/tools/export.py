@@ -21,7 +21,7 @@ from torch import nn
 
 from autoamp import compat
 from autoamp.dtypes import parse_low_dtype
-from autoamp.errors import ExportError, LockError, UnsupportedModelError
+from autoamp.errors import ExportError, UnsupportedModelError
 from autoamp.messages import class_name, log_once
 from autoamp.passes.check.held import Held
 from autoamp.passes.decide.devices import named_device
@@ -39,7 +39,6 @@ from autoamp.runtime.eligible import (
 )
 from autoamp.runtime.examine import checked_model, replanned
 from autoamp.runtime.kept import left_as_it_is
-from autoamp.runtime.lock import check_model
 from autoamp.tools.export_files import check_path, write
 from autoamp.tools.export_plan import held_by, plan_of
 from autoamp.tools.export_program import (
@@ -122,7 +121,7 @@ def _exported(
         why_not = target.takes(low, options)
     why_not = why_not or why_here
     if low is None or why_not:
-        return _in_fp32(graph, options, why_not, target)
+        return _in_fp32(graph, why_not, target)
     options = target.rules(for_model(model, options, low), low)
     options = _for_file(options, target)
     device = None if target.device is None else named_device(target.device, low)
@@ -158,14 +157,10 @@ def _for_file(options: Options, target: Target) -> Options:
 
 
 def _in_fp32(
-    graph: Captured, options: Options, why_not: str, target: Target
+    graph: Captured, why_not: str, target: Target
 ) -> torch.export.ExportedProgram:
     """The program of a model of which nothing runs low, which is said."""
     label = class_name(graph.model)
-    if options.locked is not None:
-        differs = check_model(options.locked, label, why_not)
-        if differs:
-            raise LockError(differs)
     log_once(
         logger,
         logging.WARNING,
@@ -202,8 +197,8 @@ def _in_range(
         exact: the results of fp32.
 
     Raises:
-        ExportError: no rule makes the results finite, or a lock forbids all rules; or
-            one does, and the options are strict.
+        ExportError: no rule makes the results finite, or one does, and the options are
+            strict.
     """
     made = place(options)
     harm = spoiled(made.results, exact) is not None
@@ -217,7 +212,8 @@ def _in_range(
     found = search.answer(player.recorded(options, 1.0))
     if not harm and (not found or found.rule is None):
         return made
-    for rule in _rules_for(found, options):
+    everything = Remedy(keep=(EVERYTHING,))
+    for rule in dict.fromkeys([found.rule or everything, everything]):
         made = place(rule.on(options))
         if spoiled(made.results, exact) is not None:
             continue
@@ -229,21 +225,6 @@ def _in_range(
         f"{label}: {_cause(found)}, even with keep=['*']; this is a bug in "
         "autoamp, please report it. torch.export exports the model as it is"
     )
-
-
-def _rules_for(found: Overflow, options: Options) -> list[Remedy]:
-    """The remedies to export with, the smallest first.
-
-    Raises:
-        ExportError: a lock decides which ops run low.
-    """
-    if options.locked is not None:
-        raise ExportError(
-            f"{found.label}: {_cause(found)}, and the lock says which ops run low: "
-            f"make a new lock{f', with {found.proposal}' if found.rule else ''}"
-        )
-    everything = Remedy(keep=(EVERYTHING,))
-    return list(dict.fromkeys([found.rule or everything, everything]))
 
 
 def _cause(found: Overflow) -> str:

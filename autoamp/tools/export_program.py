@@ -194,8 +194,8 @@ def placed(
 ) -> Placed:
     """The graph, rewritten and checked as a converted model's graphs are.
 
-    The graph is held to the lock of `options`, and its first run checks the dtype of
-    each result.  Buffers and generators are left as they are.
+    The first run of the graph checks the dtype of each result.  Buffers and
+    generators are left as they are.
 
     Args:
         low: the compute dtype.
@@ -203,8 +203,7 @@ def placed(
 
     Raises:
         AutoampError: a pass or a check failed, after which a converted model would run
-            in fp32; under `strict`, any of them failed, or the placement is not the
-            lock's.
+            in fp32; under `strict`, any of them failed.
     """
     options = options.replace(backend="eager", loss_scale="off")
     label = class_name(graph.model)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from autoamp import compat
 from autoamp.dtypes import UNSCALED
-from autoamp.errors import OptionError
 from autoamp.messages import log_once
 from autoamp.passes.options import (
     Backend,
@@ -21,8 +19,6 @@ from autoamp.passes.options import (
     names_of,
     switch,
 )
-from autoamp.passes.rows import SavedReport
-from autoamp.passes.saved import load
 from autoamp.training.scale import (
     LOSS_SCALES,
     LossScale,
@@ -39,14 +35,7 @@ WEIGHT_COPIES: tuple[str, ...] = get_args(WeightCopies)
 MASTERS: tuple[str, ...] = get_args(Masters)
 
 
-class ExportOptions(RewriteOptions, total=False):
-    """The options that `autoamp.export` takes; see `autoamp.convert`."""
-
-    # A lock holds an exported program to its placement as it holds a model.
-    lock: str | os.PathLike[str] | None
-
-
-class ConvertOptions(ExportOptions, total=False):
+class ConvertOptions(RewriteOptions, total=False):
     """Options of `autoamp.convert`, for a dict that type checkers know.
 
     All functions that take `**options` take these; `autoamp.convert` explains them.  So
@@ -74,7 +63,6 @@ class Options(PassOptions):
     """The options a user chose, with the names and defaults of `autoamp.convert`.
 
     Attributes:
-        lock: the report that placements must match; a path is read at once.
         unmet: the patterns of `keep` that have matched no model yet, if the options are
             for all models of a process.  Only `enable` sets this field.
 
@@ -87,7 +75,6 @@ class Options(PassOptions):
     loss_scale: LossScaleName | float | LossScale = "auto"
     weight_copies: WeightCopies = "kept"
     masters: Masters = "auto"
-    lock: SavedReport | str | os.PathLike[str] | None = None
     heal: bool = False
     guard: bool = True
     unmet: set[str] | None = dataclasses.field(default=None, compare=False)
@@ -100,14 +87,6 @@ class Options(PassOptions):
         switch("guard", self.guard)
         if not (isinstance(self.loss_scale, str) and self.loss_scale in LOSS_SCALES):
             resolve_loss_scale(self.loss_scale, UNSCALED)  # any dtype will do
-        # The file is read now: it may be gone, or another, when a graph is compared
-        # with it.
-        object.__setattr__(self, "lock", _report(self.lock))
-
-    @property
-    def locked(self) -> SavedReport | None:
-        """The report that placements must match, or None."""
-        return self.lock if isinstance(self.lock, SavedReport) else None
 
     def compiled_by(self, backend: Callable[..., Any]) -> Options:
         """The options for a compilation of the user's own, by another back end."""
@@ -127,17 +106,4 @@ OPTION_NAMES = names_of(Options)
 """The options that a caller may give."""
 
 NOT_OF_REWRITE = ConvertOptions.__annotations__.keys() - RewriteOptions.__annotations__
-NOT_OF_EXPORT = ConvertOptions.__annotations__.keys() - ExportOptions.__annotations__
 """The options for a model that is called and trained, or compiled here."""
-
-
-def _report(value: Any) -> SavedReport | None:
-    """The report that `lock` names; later changes of the file have no effect."""
-    if value is None or isinstance(value, SavedReport):
-        return value
-    if not isinstance(value, str | os.PathLike):
-        raise OptionError(f"lock={value!r} is not the path of a saved report")
-    try:
-        return load(value)
-    except OptionError as error:
-        raise OptionError(f"lock={str(value)!r}: {error}") from None

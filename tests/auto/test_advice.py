@@ -29,7 +29,6 @@ OPTIONS = [
 NAMES_AN_OPTION = re.compile(rf"(?<![\w.])({'|'.join(OPTIONS)})=")
 
 SPEAK_PYTHON = {
-    "training/options.py": "the subject is an option given in Python",
     "passes/options.py": "likewise",
     "training/scale.py": "likewise; environment.py checks variables by itself",
     "auto/switch.py": "`unmet` is set by `enable(keep=...)` alone",

@@ -35,7 +35,6 @@ WORDS = {
 }
 ALL = [
     *WORDS,
-    "AUTOAMP_LOCK",
     "AUTOAMP_RULES",
     "AUTOAMP_REPORT_DIR",
     *(f"{name}_{change}" for name in LISTS for change in ("ADD", "REMOVE")),

@@ -1,4 +1,4 @@
-"""Small saved reports, and their documents, for the tests of diffs and locks."""
+"""Small saved reports, and their documents, for the tests of diffs."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def check(words: list[str]) -> None:
 
 def check_variables(variables: dict[str, str]) -> None:
     assert environment.remarks(variables) == []
-    files = {"AUTOAMP_RULES", "AUTOAMP_LOCK", "AUTOAMP_REPORT_DIR"}
+    files = {"AUTOAMP_RULES", "AUTOAMP_REPORT_DIR"}
     environment.read({k: v for k, v in variables.items() if k not in files})
 
 

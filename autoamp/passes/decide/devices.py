@@ -12,8 +12,8 @@ import functools
 import math
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch import fx
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE, NARROWEST, short_name
 from autoamp.errors import OptionError
-from autoamp.messages import printable_line
 
 
 @dataclass(frozen=True)
@@ -430,86 +429,11 @@ def main_device(gm: fx.GraphModule) -> torch.device:
 
 # -- a device's figures as JSON: a report carries the prices that it was made by -------
 
-_BY_LOCK = ", by the lock"
-
 
 def figures_of(device: Device) -> dict[str, Any]:
     """Every figure of a device, as values that JSON has."""
     return asdict(device) | {"tf32_kinds": sorted(device.tf32_kinds)}
 
 
-def device_with(
-    devices: Sequence[Mapping[str, Any]], type_: str, low: torch.dtype
-) -> Device | None:
-    """The device of a saved report that is of a type and has a dtype as wide as `low`.
-
-    Args:
-        devices: the figures of each device of the report.
-
-    Returns:
-        None where the report has no such device, or where its figures cannot be used.
-    """
-    for figures in devices:
-        wanted = (type_, low.itemsize)
-        if (figures.get("type"), figures.get("low_itemsize")) == wanted:
-            return _read_device(figures)
-    return None
-
-
-def _read_device(figures: Mapping[str, Any]) -> Device | None:
-    try:
-        given = {
-            each.name: _read(figures[each.name], getattr(NEUTRAL, each.name))
-            for each in fields(Device)
-        }
-        if not all(given[each] for each in _DIVISORS):
-            return None
-    except (KeyError, TypeError, ValueError):
-        return None  # another version of autoamp wrote the report
-    # A report that was made under a lock has the words in the name already.
-    name = printable_line(given["name"], 200).removesuffix(_BY_LOCK) + _BY_LOCK
-    return Device(**given | {"name": name})
-
-
-def _read(value: Any, like: Any) -> Any:
-    """A figure of the kind of `like`; any other value raises."""
-    match like:
-        case Rates():
-            return Rates(
-                **{
-                    each.name: _read(value[each.name], getattr(like, each.name))
-                    for each in fields(Rates)
-                }
-            )
-        case tuple():
-            return _read_curve(value)
-        case frozenset():
-            return frozenset(value) & frozenset(compat.TF32_KINDS)
-        case bool() | str():
-            return type(like)(value)
-        case _:
-            return _number(value)
-
-
-def _read_curve(points: Any) -> Curve:
-    found = tuple((_number(size), _number(rate)) for size, rate in points)
-    sizes = [size for size, _ in found]
-    if sizes != sorted(set(sizes)) or not all(x > 0 for pair in found for x in pair):
-        raise ValueError("sizes do not grow, or a rate is not positive")
-    return found
-
-
-def _number(value: Any) -> float:
-    # `True` is an `int` in Python.
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is no number")
-    if not 0 <= value <= _LARGEST:  # NaN neither
-        raise ValueError("no device has such a figure")
-    return value
-
-
 _LARGEST = 1e18
 """Larger figures are damaged ones: the fastest device has less than 1e8 GFLOP/s."""
-
-_DIVISORS = ("bytes_per_ns", "high_flops_per_ns", "low_flops_per_ns")
-"""The figures by which prices are divided."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import json
 import math
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 
 import autoamp
-from autoamp.passes.decide.devices import Device, device_with, figures_of, roofline
+from autoamp.passes.decide.devices import Device, roofline
 from autoamp.passes.speeds import speeds
 from autoamp.passes.speeds.clock import described
 from autoamp.passes.speeds.speeds import (
@@ -353,72 +352,6 @@ def test_convert_and_explain_place_by_what_was_measured(
             assert report.headline.device.endswith(", measured") is calibrate
     named = autoamp.explain(net(), x, **BF16, device="cpu:amx")
     assert named.headline.device == "CPU with AMX"
-
-
-def test_a_lock_brings_its_prices_to_another_machine(
-    measurements: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the first machine low products are fast, on the second they are very slow."""
-    x, path = torch.ones(512, 512), tmp_path / "precision.json"
-
-    def machine(low: float) -> None:
-        new_process(monkeypatch)
-        gc.collect()  # models that are alike share graphs
-        times = {n: low if n.startswith("bf16") else 1e7 for n in NAMES}
-        short = ("start", "cast")
-        times |= {n: 1e3 for n in NAMES if any(word in n for word in short)}
-        monkeypatch.setattr(speeds, "measured", lambda *_: times)
-        monkeypatch.setenv(FOLDER, str(tmp_path / f"{low}"))
-
-    def report(**options: Any) -> autoamp.Report:
-        model = autoamp.convert(nn.Linear(512, 512), precision="bf16", **options)
-        model(x)
-        return autoamp.report(model)
-
-    machine(1e4)
-    report().to_json(path)
-    machine(1e8)
-    assert [op.precision for op in report().ops] == ["fp32"]
-    locked = report(lock=path, strict=True)
-    assert [op.precision for op in locked.ops] == ["bf16"]
-    assert locked.headline.device.endswith("measured, by the lock")
-    locked.to_json(path)
-    again = report(lock=path, strict=True)
-    assert again.headline.device == locked.headline.device
-
-
-@pytest.mark.parametrize("device", ["avx512_bf16", "amx", "sm_90"])
-def test_figures_survive_json(device: str) -> None:
-    before = roofline(device, LOW)
-    kept = [json.loads(json.dumps(figures_of(before)))]
-    after = device_with(kept, before.type, LOW)
-    assert after == replace(before, name=f"{before.name}, by the lock")
-    assert device_with(kept, "xpu", LOW) is None
-    assert device_with(kept, before.type, torch.float8_e5m2) is None
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("bytes_per_ns", "fast"),
-        ("bytes_per_ns", -1.0),
-        ("bytes_per_ns", math.nan),
-        ("bytes_per_ns", 10**400),
-        ("bytes_per_ns", 0),
-        ("low_flops_per_ns", 0.0),
-        ("low", {}),
-        ("low", None),
-        ("casts", [[2.0, 1.0], [1.0, 1.0]]),
-        ("casts", [[1.0, 0.0]]),
-        ("casts", "ab"),
-        ("tf32_kinds", 3),
-    ],
-)
-def test_spoilt_figures_of_a_lock_are_not_used(key: str, value: Any) -> None:
-    figures = figures_of(TABLE) | {key: value}
-    assert device_with([figures], "cpu", LOW) is None
-    del figures[key]
-    assert device_with([figures], "cpu", LOW) is None
 
 
 # -- several ranks ---------------------------------------------------------------------

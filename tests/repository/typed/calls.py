@@ -3,7 +3,6 @@
 `# wrong` ends each line that has to be refused, and all other lines have to pass.
 """
 
-from pathlib import Path
 from typing import Any, TypeVar, assert_type
 
 import torch
@@ -50,7 +49,7 @@ def right(maybe: Optimizer | None, every: list[Optimizer]) -> None:
     autoamp.convert(net, objective="memory", backend="inductor", masters="off")
     autoamp.convert(net, backend=dynamo, weight_copies="every call", heal=True)
     autoamp.convert(net, keep=["head"], deny=("gelu",), rules="torch-cuda")
-    autoamp.convert(net, rules=autoamp.Rules.default("bf16"), lock=Path("a.json"))
+    autoamp.convert(net, rules=autoamp.Rules.default("bf16"))
     autoamp.convert(net, loss_scale="dynamic")
     autoamp.convert(net, loss_scale=1024)
     autoamp.convert(net, loss_scale=autoamp.DynamicLossScale())
@@ -61,7 +60,7 @@ def right(maybe: Optimizer | None, every: list[Optimizer]) -> None:
     assert_type(autoamp.compare(net, x, kwargs={"y": x}, **options), autoamp.Comparison)
     assert_type(autoamp.find_overflow(net, x, precision="fp16"), autoamp.Overflow)
     assert_type(autoamp.bench(net, x, inference=True, **options), autoamp.Bench)
-    autoamp.export(net, (x,), {"y": x}, target="onnx", precision="bf16", lock=None)
+    autoamp.export(net, (x,), {"y": x}, target="onnx", precision="bf16")
     autoamp.rewrite(gm, (x,), precision="bf16", deny=["gelu"])
     autoamp.enable(precision="bf16", report_dir="reports", hot=False)
     autoamp.bench(net, x, ways=["fp32", "half"], fuse={"gelu": False})

@@ -97,14 +97,3 @@ def test_ops_whose_results_leave_the_range_stay_fp32(
         says(notes, option=rule)
     else:
         assert (warned(caplog), notes) == ([], [])
-
-
-def test_a_lock_that_leaves_no_choice_is_an_error(tmp_path: Any) -> None:
-    torch.manual_seed(0)
-    model, x = Heads().eval(), torch.randn(4, 32)
-    path = tmp_path / "precision.json"
-    autoamp.explain(model, x, **FP16).to_json(path)
-    with pytest.raises(autoamp.ExportError) as raised:
-        autoamp.export(model, (x,), lock=path, out=tmp_path / "m.pt2", **FP16)
-    says(raised, "range", option="lock")
-    assert [*tmp_path.iterdir()] == [path]

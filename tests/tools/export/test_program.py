@@ -66,21 +66,6 @@ def test_options_of_a_conversion_are_those_of_its_export() -> None:
     assert dtypes_in(more) == {torch.float32}
 
 
-def test_a_lock_holds_the_export_too(
-    tmp_path: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "precision.json"
-    autoamp.explain(two(), X, **BF16).to_json(path)
-    autoamp.export(two(), (X,), lock=path, **BF16)
-    assert warned(caplog) == []
-    other = {**BF16, "lock": path, "deny": ["linear"]}
-    autoamp.export(two(), (X,), **other)
-    says(warned(caplog), path, op="aten::linear", module="0")
-    with pytest.raises(autoamp.LockError) as raised:
-        autoamp.export(two(), (X,), strict=True, **other)
-    says(raised, path, op="aten::linear")
-
-
 def test_buffers_and_generators_are_left_as_they_are() -> None:
     model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Dropout(0.5))
     before = copy.deepcopy(model.state_dict())
