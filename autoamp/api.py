@@ -103,7 +103,6 @@ def convert(
     strict: bool = False,
     weight_copies: WeightCopies = "kept",
     masters: Masters = "auto",
-    heal: bool = False,
     guard: bool = True,
     fuse: bool | Mapping[str, bool] = True,
     exact_casts: bool = False,
@@ -153,9 +152,6 @@ def convert(
             itself, and otherwise 4 bytes.  "split": the same, and a line names the
             weights whose masters cost 4 bytes.  "fp32": all masters cost 4 bytes.
             "off": the optimizer updates the half-precision weights themselves.
-        heal: whether an op that makes step after step overflow is kept in fp32 from the
-            next call on: the model is captured again with one more `deny=` or `keep=`,
-            which a log line names.
         guard: whether steps with infinite or NaN gradients are skipped, in bf16 too.
         fuse: whether a chain of calls that torch has one kernel for runs as that kernel
             (a GELU or a norm written out), which computes in fp32 inside.
@@ -208,7 +204,6 @@ def convert(
         strict=strict,
         weight_copies=weight_copies,
         masters=masters,
-        heal=heal,
         guard=guard,
         fuse=fuse,
         exact_casts=exact_casts,
@@ -269,8 +264,8 @@ def rewrite(
     Args:
         gm: a `torch.fx.GraphModule` or a `torch.export.ExportedProgram`.
         example_inputs: one value per input of the graph.
-        **options: as for `convert`, except `backend`, `exact_casts`, `guard`, `heal`,
-            `lock`, `loss_scale`, `record` and `weight_copies`, which are for a model
+        **options: as for `convert`, except `backend`, `exact_casts`, `guard`,
+            `loss_scale`, `masters` and `weight_copies`, which are for a model
             that is called and trained.
 
     Raises:

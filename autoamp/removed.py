@@ -21,7 +21,18 @@ NAMES = {
 
 _RECORD = "autoamp.find_overflow(model, x) finds the op on the live model"
 
-OPTIONS = {"lock": _LOCK, "record": _RECORD, "snapshot": _RECORD}
+_HEAL = "the warning of skipped steps names the rule to convert with"
+
+OPTIONS = {
+    "heal": _HEAL,
+    "lock": _LOCK,
+    "record": _RECORD,
+    "snapshot": _RECORD,
+}
 """Options of `convert`, and of what takes its options."""
 
-VARIABLES = {"AUTOAMP_LOCK": _LOCK, "AUTOAMP_RECORD_DIR": _RECORD}
+VARIABLES = {
+    "AUTOAMP_HEAL": _HEAL,
+    "AUTOAMP_LOCK": _LOCK,
+    "AUTOAMP_RECORD_DIR": _RECORD,
+}

@@ -17,6 +17,7 @@ OPTIONS = {
     ("explain", "--node"): _ONE_DEVICE,
     ("explain", "--network"): _ONE_DEVICE,
     ("explain", "--microbatches"): _ONE_DEVICE,
+    ("run", "--heal"): "the warning of skipped steps names the rule to convert with",
     ("run", "--lock"): "`autoamp diff OLD NEW --exit-code` compares two reports",
     ("run", "--record"): _OVERFLOW,
 }

@@ -36,7 +36,6 @@ def _removals(function: Any) -> Any:
 @click.option("--backend", metavar="B", help="eager or inductor.")
 @click.option("--hot", metavar="0|1", help="0: capture models at their first call.")
 @click.option("--strict", is_flag=True, help="Raise instead of falling back to fp32.")
-@click.option("--heal", is_flag=True, help="Keep ops that go on overflowing in fp32.")
 @click.option(
     "--guard", metavar="0|1", help="0: step with infinite or NaN gradients too."
 )
@@ -61,7 +60,6 @@ def _removals(function: Any) -> Any:
 def run(
     as_module: bool,
     strict: bool,
-    heal: bool,
     script: str,
     arguments: tuple[str, ...],
     *,
@@ -84,8 +82,7 @@ def run(
     changed = {
         f"AUTOAMP_{name.upper()}": value for name, value in given.items() if value
     }
-    switches = {"STRICT": (strict, "1"), "HEAL": (heal, "1")}
-    switches["DO_NO_HARM"] = convert_anyway, "0"
+    switches = {"STRICT": (strict, "1"), "DO_NO_HARM": (convert_anyway, "0")}
     changed |= {f"AUTOAMP_{name}": to for name, (on, to) in switches.items() if on}
     environ = {**os.environ, **_LAUNCHED, **changed}
     try:

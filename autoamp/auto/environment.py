@@ -286,7 +286,6 @@ _VARIABLES: dict[str, _Parse] = {
     "AUTOAMP_PLACEMENT": _word("placement", PLACEMENTS),
     "AUTOAMP_DO_NO_HARM": _switch("do_no_harm"),
     "AUTOAMP_STRICT": _switch("strict"),
-    "AUTOAMP_HEAL": _switch("heal"),
     "AUTOAMP_GUARD": _switch("guard"),
     "AUTOAMP_FUSE": _switch("fuse"),
     "AUTOAMP_UNFUSED": _unfused,

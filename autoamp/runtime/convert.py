@@ -59,7 +59,6 @@ from autoamp.training.attach import (
 )
 from autoamp.training.masters import has_half
 from autoamp.training.options import Options
-from autoamp.training.remedy import Remedy
 from autoamp.training.scale import LossScale, NoLossScale, resolve_loss_scale
 from autoamp.training.scaling import ModelScaling
 from autoamp.training.shards import SHARDED
@@ -194,7 +193,6 @@ def _engine(decided: Decision, low: torch.dtype, automatic: bool) -> Engine:
         decided.scale,
         label,
         _models_of,
-        [convert_again] if options.heal else [],
         low=low,
         automatic=automatic,
     )
@@ -283,36 +281,6 @@ def _what_is_captured(scaling: ModelScaling) -> str:
 def _engines_of(scaling: ModelScaling) -> list[Engine]:
     engines = {each.engine for each in CONVERSIONS if each.engine is not None}
     return [each for each in engines if each.record.scaling is scaling]
-
-
-def convert_again(scaling: ModelScaling, remedy: Remedy) -> None:
-    """Captures the models of `scaling` again, at their next calls, under `remedy`.
-
-    The loss scale, the optimizers and the reasons for skipped steps are kept.  An old
-    graph lives until the last backward through it has run.
-    """
-    # The ranks compare what is captured: old graphs are not run any more.
-    scaling.ledger.captured.clear()
-    renewed: dict[Engine, Engine] = {}
-    for state in list(CONVERSIONS):
-        call, engine = state.call, state.engine
-        if call is None or engine is None or engine.record.scaling is not scaling:
-            continue
-        if engine not in renewed:
-            renewed[engine] = _under(remedy, engine)
-        state.call = call.run_by(renewed[engine])
-
-
-def _under(remedy: Remedy, engine: Engine) -> Engine:
-    old = engine.record
-    record = Record(old.label, old.low, old.scaling)
-    # Notes about graphs are made again with the graphs.
-    record.skipped += [each for each in old.skipped if each.what == old.label]
-    return Engine(
-        remedy.on(engine.options),
-        record,
-        on_capture=engine.on_capture,
-    )
 
 
 def _runs_as_it_is(options: Options, label: str) -> Options:

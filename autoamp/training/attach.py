@@ -44,7 +44,6 @@ from autoamp.training.ranks import (
     shake_hands,
     team_of,
 )
-from autoamp.training.remedy import Remedy
 from autoamp.training.scale import LossScale, NoLossScale, free_to_read
 from autoamp.training.scaling import ModelScaling
 from autoamp.training.separable import body_of
@@ -409,7 +408,6 @@ def new_scaling(
     loss_scale: LossScale,
     label: str,
     find_models: Callable[[ModelScaling], Sequence[torch.nn.Module]] | None = None,
-    on_remedy: Sequence[Callable[[ModelScaling, Remedy], None]] = (),
     *,
     low: torch.dtype | None = None,
     automatic: bool = False,
@@ -420,7 +418,7 @@ def new_scaling(
     Args:
         options: the options of the conversion.
         loss_scale: the loss scale to begin with.
-        label, find_models, on_remedy, low, automatic, on_step: as for `ModelScaling`.
+        label, find_models, low, automatic, on_step: as for `ModelScaling`.
     """
     scaling = ModelScaling(
         loss_scale,
@@ -430,7 +428,6 @@ def new_scaling(
         automatic=automatic,
         by_variables=options.by_variables,
         find_models=find_models,
-        on_remedy=on_remedy,
         on_step=on_step,
     )
     guard.begin(scaling, options)

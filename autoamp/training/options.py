@@ -53,7 +53,6 @@ class ConvertOptions(RewriteOptions, total=False):
     backend: Backend | Callable[..., Any]
     weight_copies: WeightCopies
     masters: Masters
-    heal: bool
     guard: bool
     exact_casts: bool
 
@@ -75,7 +74,6 @@ class Options(PassOptions):
     loss_scale: LossScaleName | float | LossScale = "auto"
     weight_copies: WeightCopies = "kept"
     masters: Masters = "auto"
-    heal: bool = False
     guard: bool = True
     unmet: set[str] | None = dataclasses.field(default=None, compare=False)
 
@@ -83,7 +81,6 @@ class Options(PassOptions):
         super().__post_init__()
         choice("weight_copies", self.weight_copies, WEIGHT_COPIES)
         choice("masters", self.masters, MASTERS)
-        switch("heal", self.heal)
         switch("guard", self.guard)
         if not (isinstance(self.loss_scale, str) and self.loss_scale in LOSS_SCALES):
             resolve_loss_scale(self.loss_scale, UNSCALED)  # any dtype will do

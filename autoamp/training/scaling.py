@@ -18,7 +18,7 @@ from autoamp import compat
 from autoamp.messages import advice
 from autoamp.training.buffers import Buffers
 from autoamp.training.leaves import Leaves
-from autoamp.training.remedy import Remedy, SkipWatch
+from autoamp.training.remedy import SkipWatch
 from autoamp.training.scale import DynamicLossScale, LossScale, NoLossScale
 
 
@@ -164,8 +164,6 @@ class ModelScaling:
         by_variables: whether environment variables gave the options of the conversion.
         find_models: gives the converted model and its deep copies; None for functions
             that are compiled.
-        on_remedy: the listeners that are told which remedy would cure an op that has
-            overflowed at step after step; empty where the user did not ask to heal.
         on_step: the listeners that are told of each step of the model's optimizers:
             whether the step is skipped, as a flag of one element where only a kernel
             knows.
@@ -180,7 +178,6 @@ class ModelScaling:
     automatic: bool = False
     by_variables: bool = False
     find_models: Callable[[ModelScaling], Sequence[torch.nn.Module]] | None = None
-    on_remedy: Sequence[Callable[[ModelScaling, Remedy], None]] = ()
     on_step: Sequence[Callable[..., None]] = ()
     ledger: ModelLedger = field(default_factory=ModelLedger)
     skip_watch: SkipWatch = field(default_factory=SkipWatch)

@@ -203,33 +203,18 @@ def _with_bad_gradients(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _remedy(scaling: ModelScaling, remedy: Remedy, why: str) -> None:
-    """Applies a remedy where the user asked to heal, else proposes it."""
-    heal = scaling.advice("heal", True)
-    if scaling.on_remedy:
-        for listener in scaling.on_remedy:
-            listener(scaling, remedy)
-        logger.warning(
-            "autoamp: %s: %d steps in a row were skipped (%s): the model is "
-            "captured again with %s, because of %s",
-            scaling.label,
-            REPEATED,
-            why,
-            remedy.advice(by_variables=scaling.by_variables),
-            heal,
-        )
-        return
+    """Names the remedy, which the user applies."""
     proposal = f"autoamp.convert(model, {remedy})"
     if scaling.by_variables:
         proposal = remedy.advice(by_variables=True)
     logger.warning(
         "autoamp: %s: %d steps in a row were skipped (%s). "
-        "%s would keep that in fp32, and so would %s; "
+        "%s would keep that in fp32; "
         "autoamp.find_overflow(model, *inputs) tries rules until one cures it",
         scaling.label,
         REPEATED,
         why,
         proposal,
-        heal,
     )
 
 

@@ -75,7 +75,6 @@ def test_no_message_of_the_automatic_mode_spells_an_option_for_python_alone() ->
     [
         ("do_no_harm", False, "do_no_harm=False", "AUTOAMP_DO_NO_HARM=0"),
         ("exact_casts", True, "exact_casts=True", "AUTOAMP_EXACT_CASTS=1"),
-        ("heal", True, "heal=True", "AUTOAMP_HEAL=1"),
         ("loss_scale", 1, "loss_scale=1", "AUTOAMP_LOSS_SCALE=1"),
         ("backend", "eager", "backend='eager'", "AUTOAMP_BACKEND=eager"),
         ("fuse", {"gelu": False}, "fuse={'gelu': False}", "AUTOAMP_UNFUSED=gelu"),

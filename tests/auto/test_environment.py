@@ -28,7 +28,7 @@ WORDS = {
     **{
         f"AUTOAMP_{name}": SWITCH
         for name in (
-            *("DO_NO_HARM", "STRICT", "GUARD", "HEAL"),
+            *("DO_NO_HARM", "STRICT", "GUARD"),
             *("FUSE", "EXACT_CASTS", "CALIBRATE"),
         )
     },
@@ -75,7 +75,6 @@ def problem(**variables: str) -> str:
         ("GUARD", "off", {"guard": False}),
         ("CALIBRATE", "0", {"calibrate": False}),
         ("STRICT", "on", {"strict": True}),
-        ("HEAL", "1", {"heal": True}),
         ("EXACT_CASTS", "1", {"exact_casts": True}),
         ("WEIGHT_COPIES", "Every Call", {"weight_copies": "every call"}),
         ("RULES", "tensorflow", {"rules": "tensorflow"}),

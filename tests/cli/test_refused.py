@@ -22,6 +22,7 @@ ROWS: list[tuple[str, int, list[str]]] = [
     # -- what was removed, with what to use
     ("plan transformers:gpt2", 2, ["plan", "removed", "autoamp explain"]),
     ("replay folder --model nets:small", 2, ["replay", "removed", "find_overflow"]),
+    ("run --heal s.py", 2, ["--heal", "removed", "skipped steps"]),
     ("run --lock a.json s.py", 2, ["--lock", "removed", "diff OLD NEW"]),
     ("run --record folder s.py", 2, ["--record", "removed", "find_overflow"]),
     ("tune transformers:gpt2", 2, ["tune", "removed", "autoamp bench"]),

@@ -72,7 +72,6 @@ OPTIONS: dict[str, Any] = {
     "strict": False,
     "weight_copies": "kept",
     "masters": "auto",
-    "heal": False,
     "guard": True,
     "fuse": True,
     "exact_casts": False,

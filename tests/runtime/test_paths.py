@@ -171,7 +171,7 @@ def test_blame_names_the_module_that_overflowed(
     model = nn.Sequential(*[sized() for _ in range(3)], nn.Linear(4, 4))
     with torch.no_grad():
         nn.init.eye_(model[2].a.weight).mul_(size)
-    autoamp.convert(model, precision="fp16", do_no_harm=False, heal=True)
+    autoamp.convert(model, precision="fp16", do_no_harm=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for _ in range(5):
         optimizer.zero_grad()
@@ -179,4 +179,3 @@ def test_blame_names_the_module_that_overflowed(
         loss.backward()
         optimizer.step()
     says(caplog.text, op, option='keep=["2"]')
-    assert loss.isfinite()

@@ -47,7 +47,7 @@ def right(maybe: Optimizer | None, every: list[Optimizer]) -> None:
     autoamp.convert(net).encode(x)
     autoamp.convert(net, precision=torch.bfloat16, placement="promote")
     autoamp.convert(net, objective="memory", backend="inductor", masters="off")
-    autoamp.convert(net, backend=dynamo, weight_copies="every call", heal=True)
+    autoamp.convert(net, backend=dynamo, weight_copies="every call")
     autoamp.convert(net, keep=["head"], deny=("gelu",), rules="torch-cuda")
     autoamp.convert(net, rules=autoamp.Rules.default("bf16"))
     autoamp.convert(net, loss_scale="dynamic")

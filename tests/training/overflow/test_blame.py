@@ -1,11 +1,11 @@
-"""A skipped step is blamed on the op that overflowed; `heal` keeps it in fp32.
+"""A skipped step is blamed on the op that overflowed; a rule against it is proposed.
 
 In fp16 a loss scale skips the step; in bf16, which has none, the guard does.
 """
 
 from __future__ import annotations
 
-import copy
+import ast
 import gc
 import logging
 import re
@@ -155,7 +155,11 @@ class Training:
             given = {**BF16, "precision": "fp16", **options}
             given.setdefault("loss_scale", autoamp.DynamicLossScale(scale))
         self.optimizer: Any = torch.optim.SGD(model.parameters(), 1e-3)
-        autoamp.convert(model, self.optimizer, **given)
+        self.options = given
+        self.convert()
+
+    def convert(self, **more: Any) -> None:
+        autoamp.convert(self.model, self.optimizer, **{**self.options, **more})
 
     def step(self, x: Tensor | None = None, factor: float = 1.0) -> bool:
         """Whether the step was skipped."""
@@ -229,9 +233,8 @@ KINDS = "norm", "instance", "copied", "average", "assigned"
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_that_no_result_depends_on_is_not_blamed(kind: str) -> None:
-    training = Training(lambda: State(kind), 2.0**12, heal=True)
-    skipped = [training.step() for _ in range(6)]
-    assert skipped == [True] * 4 + [False] * 2
+    training = Training(lambda: State(kind), 2.0**12)
+    assert all(training.step() for _ in range(4))
     assert all(line_of("state") in why for why in training.skips[1:])
 
 
@@ -396,10 +399,10 @@ def test_a_watched_step_has_the_gradients_of_any_other() -> None:
         assert torch.equal(plain, seen)
 
 
-# -- heal ------------------------------------------------------------------------------
+# -- the rule that is proposed ---------------------------------------------------------
 
 
-HEALED: dict[str, tuple[Callable[[], nn.Module], float | None]] = {
+CURED: dict[str, tuple[Callable[[], nn.Module], float | None]] = {
     "fp16 product": (Product, 2.0**12),
     "fp16 region": (Region, 2.0**12),
     "fp16 second graph": (SecondGraph, 2.0**12),
@@ -409,7 +412,7 @@ HEALED: dict[str, tuple[Callable[[], nn.Module], float | None]] = {
 
 @pytest.mark.parametrize("name", ["fp16 product", "edge"])
 def test_a_rule_is_proposed_once(name: str, caplog: Any) -> None:
-    training = Training(*HEALED[name])
+    training = Training(*CURED[name])
     assert all(training.step() for _ in range(6))
     (proposal,) = [m for m in warned(caplog) if "would keep that in fp32" in m]
     says(proposal, "steps in a row", option="convert(model, ", line=line_of(name))
@@ -423,59 +426,41 @@ def test_a_scale_that_is_to_fall_is_no_reason_for_a_rule(caplog) -> None:
     assert not any("steps in a row" in line for line in warned(caplog))
 
 
-@pytest.mark.parametrize("name", HEALED)
-def test_heal_trains_on(name: str, caplog: Any) -> None:
-    make, scale = HEALED[name]
-    training = Training(make, scale, heal=True)
-    skipped = [training.step() for _ in range(8)]
-    assert skipped == [True] * 4 + [False] * 4, training.skips
-    assert len([line for line in warned(caplog) if "captured again" in line]) == 1
-    after = autoamp.report(training.model)
-    assert len(training.skips) == 4
-    assert any(op.precision == "fp32" for op in after.ops)
-    if scale is not None:
-        assert after.loss_scale.scale == 2.0**8
+@pytest.mark.parametrize("name", CURED)
+def test_a_conversion_with_the_rule_trains_on(name: str, caplog: Any) -> None:
+    """The user gives the rule that the warning spells, between two steps."""
+    make, scale = CURED[name]
+    training = Training(make, scale)
+    assert all(training.step() for _ in range(4)), training.skips
+    (proposal,) = [m for m in warned(caplog) if "would keep that in fp32" in m]
+    (rule,) = re.findall(r"autoamp\.convert\(model, (\w+)=(\[.*?\])\)", proposal)
+    training.convert(**{rule[0]: ast.literal_eval(rule[1])})
+    assert not any(training.step() for _ in range(4)), training.skips
 
 
-def test_two_skips_after_one_backward_count_once() -> None:
+def test_two_skips_after_one_backward_count_once(caplog: Any) -> None:
     torch.manual_seed(0)
-    model = autoamp.convert(Edge(), **GUARDED, heal=True)
+    model = autoamp.convert(Edge(), **GUARDED)
     optimizers: list[Any] = [
         torch.optim.SGD(part.parameters(), 1e-3) for part in (model.first, model.last)
     ]
-    found = []
-    for _ in range(6):
+    found, proposed = [], []
+    for _ in range(4):
         model.zero_grad()
         model(torch.randn(6, WIDTH)).square().mean().backward()
         for each in optimizers:
             each.step()
         found.append([bool(each.step_was_skipped) for each in optimizers])
-    # If each skip counted, the remedy would come one backward earlier.
-    assert found == [[True, True]] * 4 + [[False, False]] * 2
+        proposed.append(any("would keep that" in line for line in warned(caplog)))
+    assert found == [[True, True]] * 4
+    # If each skip counted, the rule would be proposed one backward earlier.
+    assert proposed == [False, False, False, True]
     assert sum(line_of("edge") in why for why in skips_of(model)) == 6
-
-
-def test_heal_reaches_deep_copies_and_is_reverted() -> None:
-    training = Training(Product, 2.0**12, heal=True)
-    twin = copy.deepcopy(training.model)
-    x = torch.ones(6, WIDTH)
-    assert not twin(1000 * x).isfinite().all()
-    for _ in range(4):
-        training.step()
-    assert twin(1000 * x).isfinite().all()
-    autoamp.revert(training.model)
-    assert not autoamp.is_converted(training.model)
-
-
-def test_heal_is_an_option() -> None:
-    with pytest.raises(autoamp.OptionError) as raised:
-        autoamp.convert(Product(), heal="yes")  # type: ignore[arg-type]
-    says(raised, option="heal='yes'")
 
 
 @pytest.mark.parametrize("name", BF16_FAULTS)
 def test_no_rule_is_proposed_that_fp32_would_not_cure(name: str, caplog: Any) -> None:
-    training = training_of(name, heal=True)
+    training = training_of(name)
     assert all(training.step() for _ in range(6))
-    assert not any("captured again" in line for line in warned(caplog))
+    assert not any("would keep that in fp32" in line for line in warned(caplog))
     says(warned(caplog), "it has no loss scale")
