@@ -19,7 +19,6 @@ from autoamp.api import (
 from autoamp.auto.switch import disable, enable
 from autoamp.errors import (
     AutoampError,
-    BudgetError,
     CaptureError,
     CheckpointError,
     ExportError,
@@ -33,11 +32,9 @@ from autoamp.errors import (
 from autoamp.passes.rules import Rules
 from autoamp.removed import NAMES as _REMOVED
 from autoamp.report.figures import LossScaleReport
-from autoamp.report.frontier import Frontier
 from autoamp.report.report import Report
 from autoamp.runtime.program import disabled
 from autoamp.tools.bench import Bench
-from autoamp.tools.budget import Budget
 from autoamp.tools.compare import Comparison
 from autoamp.tools.find_overflow import Overflow
 from autoamp.training.options import ConvertOptions
@@ -53,15 +50,12 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoampError",
     "Bench",
-    "Budget",
-    "BudgetError",
     "CaptureError",
     "CheckpointError",
     "Comparison",
     "ConvertOptions",
     "DynamicLossScale",
     "ExportError",
-    "Frontier",
     "LossScale",
     "LossScaleError",
     "LossScaleReport",

@@ -34,8 +34,6 @@ from autoamp.runtime.examine import call_keywords, options_for
 from autoamp.tools.bench import Bench
 from autoamp.tools.bench_measure import bench_model
 from autoamp.tools.bench_ways import KINDS, WayName
-from autoamp.tools.budget import Budget
-from autoamp.tools.budget_convert import with_budget
 from autoamp.tools.compare import Comparison, compare_model
 from autoamp.tools.explain import explain_model
 from autoamp.tools.export import export_model
@@ -65,8 +63,6 @@ def convert(
     model: Model,
     optimizer: None = None,
     *,
-    budget: Budget | str | float | None = ...,
-    calibrate_on: Iterable[Any] | None = ...,
     example_inputs: tuple[Any, ...] | None = ...,
     **options: Unpack[ConvertOptions],
 ) -> Model: ...
@@ -77,8 +73,6 @@ def convert(
     model: Model,
     optimizer: Optimizers,
     *,
-    budget: Budget | str | float | None = ...,
-    calibrate_on: Iterable[Any] | None = ...,
     example_inputs: tuple[Any, ...] | None = ...,
     **options: Unpack[ConvertOptions],
 ) -> tuple[Model, Optimizers]: ...
@@ -107,8 +101,6 @@ def convert(
     fuse: bool | Mapping[str, bool] = True,
     exact_casts: bool = False,
     calibrate: bool = True,
-    budget: Budget | str | float | None = None,
-    calibrate_on: Iterable[Any] | None = None,
     example_inputs: tuple[Any, ...] | None = None,
     **others: Any,
 ) -> Any:
@@ -164,13 +156,6 @@ def convert(
             call measures them in half a second, once for a device and a number of
             threads, and they are kept on disk (docs/speeds.md).  False takes the
             figures of a table, as `AUTOAMP_CALIBRATE=0` does.
-        budget: the error that mixed precision may make against fp32: "0.1%" or a number
-            (of the loss where the model returns one, else of the outputs), a part of
-            autocast's error ("0.3 autocast"), or a `Budget`.  The fastest placement
-            within it is taken, and its errors are measured (docs/budget.md).
-        calibrate_on: batches for `budget`, each a tensor, a tuple of arguments or a
-            dict of keyword arguments; at most 16 are taken, and the last of several is
-            held out.  By default `example_inputs` is the only batch.
         example_inputs: arguments to capture with at once, not at the first call.
         **others: refused; the error says what to use instead of a removed option.
 
@@ -211,7 +196,6 @@ def convert(
         **others,
     )
     optimizers = _checked_optimizers(optimizer, model)
-    options = _within(budget, calibrate_on, model, options, example_inputs)
     convert_for_training(model, options, optimizers, example_inputs)
     return model if optimizer is None else (model, optimizer)
 
@@ -405,31 +389,6 @@ def _heard(**given: Any) -> Options:
             "rounds at each cast anyway",
         )
     return options
-
-
-def _within(
-    budget: Any,
-    calibrate_on: Iterable[Any] | None,
-    model: nn.Module,
-    options: Options,
-    example_inputs: tuple[Any, ...] | None,
-) -> Options:
-    """The options, with the placement that a budget for error leads to.
-
-    Raises:
-        OptionError: the budget, a batch or an option beside them cannot be used.
-        BudgetError: not even fp32 is within the budget.
-    """
-    if budget is None:
-        if calibrate_on is not None:
-            raise OptionError(
-                "calibrate_on= holds batches for budget=, which is not given"
-            )
-        return options
-    batches = calibrate_on
-    if batches is None and example_inputs is not None:
-        batches = [example_inputs]
-    return with_budget(model, options, budget, batches)
 
 
 def _checked_optimizers(optimizer: Any, model: Any) -> list[torch.optim.Optimizer]:

@@ -64,10 +64,6 @@ class PassError(AutoampError, RuntimeError):
         return cls(f"at {node}: {type(error).__name__}: {error}", nodes=(node,))
 
 
-class BudgetError(AutoampError, RuntimeError):
-    """A budget for error cannot be met, not even in fp32."""
-
-
 class ExportError(AutoampError, RuntimeError):
     """A model cannot be exported, or an exported file does not hold its own plan."""
 

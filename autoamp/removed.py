@@ -6,9 +6,14 @@ _PLAN = "autoamp.explain(model, x, device=...) predicts the time of a step"
 
 _TUNE = "autoamp.bench(model, x) times the ways to run a model"
 
+_BUDGET = "autoamp.compare(model, x, tolerance=...).options go into convert()"
+
 _LOCK = "`autoamp diff OLD NEW --exit-code` compares two reports, in CI"
 
 NAMES = {
+    "Budget": _BUDGET,
+    "BudgetError": _BUDGET,
+    "Frontier": _BUDGET,
     "LockError": _LOCK,
     "MeshPlan": _PLAN,
     "Monitor": "autoamp.report(model).loss_scale has the figures of each step",
@@ -24,6 +29,8 @@ _RECORD = "autoamp.find_overflow(model, x) finds the op on the live model"
 _HEAL = "the warning of skipped steps names the rule to convert with"
 
 OPTIONS = {
+    "budget": _BUDGET,
+    "calibrate_on": _BUDGET,
     "heal": _HEAL,
     "lock": _LOCK,
     "record": _RECORD,

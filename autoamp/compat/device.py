@@ -97,7 +97,6 @@ _TF32_SWITCHES: dict[str, Any] = {
     "conv": _CUDNN.conv,
     "rnn": _CUDNN.rnn,
 }
-TF32_KINDS = tuple(_TF32_SWITCHES)
 """The kinds of products for which torch has a switch each."""
 
 

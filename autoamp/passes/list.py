@@ -174,8 +174,6 @@ def _classify(work: Rewritten) -> Rewritten:
     """Every op has a category with a reason, or is pinned to fp32 with a reason."""
     options, low = work.options, work.low
     rules = options.resolve_rules(low)
-    # A budget for error may let ops be low that type promotion leaves fp32.
-    is_below = options.chosen is not None and options.chosen.below_ceiling
     classified = classify(
         work.gm,
         work.facts,
@@ -184,7 +182,7 @@ def _classify(work: Rewritten) -> Rewritten:
         (*options.kept, *rules.keep),
         kept=options.kept,
         given_up=work.given_up,
-        ceiling=options.placement != "tensorflow" and not is_below,
+        ceiling=options.placement != "tensorflow",
         to_the_letter=options.is_tensorflows,
     )
     return replace(work, classified=classified, facts=classified.facts)
@@ -208,7 +206,7 @@ def _price(work: Rewritten) -> Rewritten:
 def _place(work: Rewritten) -> Rewritten:
     """No other placement that the rules allow costs less."""
     options = work.options
-    found = assign(work.classified, work.prices, options.placement, options.chosen)
+    found = assign(work.classified, work.prices, options.placement)
     if work.fused and not found.low:
         # A kernel rounds otherwise than the calls it stands for, and a graph without
         # low ops gives the bits of fp32.

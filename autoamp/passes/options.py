@@ -60,8 +60,6 @@ class PassOptions:
             variables of the automatic mode set this field; a caller cannot.
         own_keep: (module path, reason) pairs that the model itself keeps in fp32.  Only
             the model sets this field.
-        chosen: the placement that a budget for error has led to.  Only `budget=` sets
-            this field.
         by_variables: whether environment variables gave the options, so that messages
             name variables.  Only the automatic mode sets this field.
 
@@ -87,7 +85,6 @@ class PassOptions:
     calibrate: bool = True
     unlist: tuple[tuple[str, str], ...] = ()
     own_keep: tuple[tuple[str, str], ...] = ()
-    chosen: Any = None
     # Only the words of messages depend on it, and equal options share graphs.
     by_variables: bool = dataclasses.field(default=False, compare=False)
 
@@ -224,7 +221,7 @@ class PassOptions:
         return rules
 
 
-INTERNAL = frozenset(("unlist", "own_keep", "chosen", "unmet", "by_variables"))
+INTERNAL = frozenset(("unlist", "own_keep", "unmet", "by_variables"))
 """The fields that no caller may give."""
 
 

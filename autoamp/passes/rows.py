@@ -36,7 +36,7 @@ from autoamp.passes.write.emitted import CAST_KIND
 from autoamp.passes.write.for_compilers import CAST_FATE, EXACT_CASTS
 
 SCHEMA = "autoamp.report"
-VERSION = 1
+VERSION = 2
 """Raised when a key is removed or changes its meaning, not when a key is added."""
 
 FP32 = short_name(HIGH_DTYPE)

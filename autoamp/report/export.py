@@ -73,9 +73,6 @@ def to_json(report: Document) -> str:
     def headline() -> dict[str, Any] | None:
         return report.headline.figures() if report.rewritten else None
 
-    def budget() -> dict[str, Any] | None:
-        return report.frontier.as_json() if report.frontier else None
-
     def casts() -> list[dict[str, Any]]:
         return [{**vars(c), "source": portable_place(c.source)} for c in report.casts]
 
@@ -94,7 +91,6 @@ def to_json(report: Document) -> str:
         "optimal_cost": part("optimal_cost", lambda: report.optimal_cost),
         "regret": part("regret", lambda: report.regret),
         "headline": part("headline", headline),
-        "budget": part("budget", budget),
         "devices": part("devices", lambda: _devices(report), []),
         "graphs": part("graphs", lambda: [*map(_section, report.sections)], []),
         "ops": part("ops", lambda: [*map(_op, report.ops)], []),

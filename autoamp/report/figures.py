@@ -43,7 +43,6 @@ from autoamp.passes.rows import (
 from autoamp.passes.rules import family
 from autoamp.passes.see.facts import NodeFacts
 from autoamp.report.casts import CastCounts, cast_counts
-from autoamp.report.frontier import Frontier
 from autoamp.training.meter import UpdateShare
 
 SECONDS = UNIT_NS * 1e-9
@@ -804,13 +803,6 @@ class Document:
     def casts(self) -> list[CastRow]:
         """One row per inserted cast, with kind and bytes."""
         return [row for section in self.sections for row in section.casts]
-
-    @cached_property
-    def frontier(self) -> Frontier | None:
-        """What a budget for error was met with; None without `budget=`."""
-        options = [each.options for each in self.rewritten]
-        choices = [each.chosen for each in options if each is not None and each.chosen]
-        return next((each.frontier for each in choices), None)
 
     @cached_property
     def cast_counts(self) -> CastCounts:

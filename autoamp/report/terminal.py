@@ -102,9 +102,6 @@ def summary_of(
             ),
         )
         yield from lines("the gain", lambda: _gains(report, low))
-        if report.frontier is not None:
-            said = report.frontier.sentences()
-            yield from _answer("Within the budget for error", said)
         yield from lines("the list of what stayed in fp32", lambda: _stayed(report))
     yield from lines("the advice", lambda: _answer("What to do next", advice()))
 

@@ -1,1 +1,1 @@
-"""What is asked of a model beside running it: bench, budget, export, ..."""
+"""What is asked of a model beside running it: bench, compare, export, ..."""

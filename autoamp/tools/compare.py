@@ -51,7 +51,7 @@ from autoamp.runtime.examine import (
 )
 from autoamp.runtime.stand_in import Call, Heard, LossFn, StandIn, relative_error
 from autoamp.tools.named import given
-from autoamp.training.options import Options
+from autoamp.training.options import OPTION_NAMES, Options
 
 LISTED = 10
 
@@ -139,6 +139,7 @@ class Comparison(Printed):
             module can be left out.  None if no set reaches the tolerance.
         kept_errors: the errors of the model converted with `keep`; None if `keep` is
             empty or None.
+        given: the options that the comparison was given.
     """
 
     columns = FULL_WIDTH
@@ -152,6 +153,24 @@ class Comparison(Printed):
     tolerance: float | None = None
     keep: tuple[str, ...] | None = ()
     kept_errors: Errors | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options to convert with: `convert(model, **comparison.options)`.
+
+        They are those that the comparison was given, with the modules of `keep`.
+
+        Raises:
+            OptionError: no set of modules reaches the tolerance.
+        """
+        if self.keep is None:
+            raise OptionError(
+                f"no set of modules reaches an error of {self.tolerance:g}: give "
+                "compare() a larger tolerance, or leave the model in fp32"
+            )
+        keep = [*self.given.get("keep", ()), *self.keep]
+        return {**self.given} | ({"keep": keep} if keep else {})
 
     def with_keep(
         self,
@@ -246,7 +265,8 @@ class Comparison(Printed):
             yield Line(f"{wanted}: no module needs to be kept in fp32.")
         else:
             rule = advice("keep", [*self.keep], by_variables=False)
-            yield Line(f"{wanted}: {rule}; to_rules(path) or --to-rules writes it.")
+            yield Line(f"{wanted}: {rule}, as in convert(model, **comparison.options).")
+            yield Line("to_rules(path) or --to-rules writes it as a rules file.")
             if self.kept_errors is not None:
                 output, gradients = _pair(self.kept_errors)
                 yield Line(f"Errors with that: {output} output, {gradients} gradients.")
@@ -301,8 +321,10 @@ def compare_model(
         fp32.flows.clear()
         regions = bench.regions(lows, fp32, errors)
         autocast = bench.autocast(model, fp32)
-        label = class_name(model)
-        found = Comparison(label, low, errors, autocast, nodes, regions)
+        label, usual = class_name(model), Options()
+        every = {name: getattr(options, name) for name in OPTION_NAMES}
+        asked = {n: v for n, v in every.items() if v != getattr(usual, n)}
+        found = Comparison(label, low, errors, autocast, nodes, regions, given=asked)
         if tolerance is None:
             return found
         order = [region.module for region in regions]

@@ -157,7 +157,7 @@ HOSTILE: dict[str, tuple[str | bytes, list[str]]] = {
     "no schema": (without("schema"), ['no key "schema"']),
     "other schema": (changed(schema="npm.lock"), ["schema", "'npm.lock'"]),
     "schema is a list": (changed(schema=[1]), ["schema", "a list"]),
-    "newer": (changed(version=2), ["version is 2", "upgrade autoamp"]),
+    "newer": (changed(version=3), ["version is 3", "upgrade autoamp"]),
     "version is text": (changed(version="1"), ["version is '1'"]),
     "version is true": (changed(version=True), ["version is True"]),
     "no version": (without("version"), ["version"]),

@@ -15,15 +15,12 @@ from tests.says import says
 NAMES = {
     "AutoampError",
     "Bench",
-    "Budget",
-    "BudgetError",
     "CaptureError",
     "CheckpointError",
     "Comparison",
     "ConvertOptions",
     "DynamicLossScale",
     "ExportError",
-    "Frontier",
     "LossScale",
     "LossScaleError",
     "LossScaleReport",
@@ -53,7 +50,7 @@ NAMES = {
     "rewrite",
 }
 
-FOR_CONVERT = {"budget": None, "calibrate_on": None, "example_inputs": None}
+FOR_CONVERT = {"example_inputs": None}
 """Arguments of `convert` alone, which no other function takes as options."""
 
 OPTIONS: dict[str, Any] = {

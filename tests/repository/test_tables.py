@@ -56,7 +56,7 @@ PAGES = {
 } | {
     name: name
     for name in (
-        *("budget", "calibration", "conformance", "curves", "explain"),
+        *("calibration", "conformance", "curves", "explain"),
         *("exported", "first_call", "guard", "isolated", "layouts", "overhead", "page"),
         *("parallel", "ranks", "short_programs", "zoo"),
     )

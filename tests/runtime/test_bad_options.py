@@ -201,7 +201,7 @@ QUESTIONS = ["explain", "compare", "find_overflow", "bench", "export"]
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-@pytest.mark.parametrize("name", ["weight", "loss_scales", "options", "budget"])
+@pytest.mark.parametrize("name", ["weight", "loss_scales", "options"])
 def test_a_question_says_where_arguments_go(question: str, name: str) -> None:
     given = (X,) if question == "export" else X
     for model in models(nn.Linear):

@@ -18,7 +18,6 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "forced": {"placement": "forced"},
     "no harm": {"do_no_harm": True},
     "kept": {"keep": "*"},
-    "budget": {"budget": "1%"},
     "exported": {},
 }
 
@@ -29,7 +28,7 @@ DEFAULTS: dict[str, Any] = {
     "loss_scale": "off",
 }
 
-EXPORTED, BUDGET = "exported", "budget"
+EXPORTED = "exported"
 
 BY_OTHER_LISTS = ("tensorflow", "promote", "forced")
 """Columns that promise nothing about precisions, kernels or errors."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,6 +120,27 @@ def test_the_set_for_a_tolerance_is_minimal_and_reaches_it(tmp_path: Path) -> No
     high = {op.module for op in autoamp.report(model).ops if not op.is_low}
     assert "rough" in high
     assert "tame" not in high
+
+
+def test_its_options_go_into_convert() -> None:
+    """The options that were given are among them, and the error is what was found."""
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(8, 32)
+    given: Any = {**BF16, "keep": ["head"], "fuse": {"gelu": False}}
+    wanted = autoamp.compare(model, x, **given).errors.worst / 4
+    found = autoamp.compare(model, x, **given, tolerance=wanted)
+    assert found.options["keep"] == ["head", *(found.keep or ())]
+    assert found.keep
+    after = autoamp.compare(autoamp.convert(model, **found.options), x)
+    assert found.kept_errors is not None
+    assert after.errors.worst == pytest.approx(found.kept_errors.worst, rel=1e-6)
+    assert after.errors.worst <= wanted
+    assert after.options == found.options
+    none = autoamp.compare(Net(), x, **BF16)
+    assert none.options == BF16
+    with pytest.raises(autoamp.OptionError) as raised:
+        _ = replace(none, tolerance=1e-30, keep=None).options
+    says(raised, "tolerance", "1e-30")
 
 
 def test_a_tolerance_that_is_had_anyway_keeps_nothing() -> None:

@@ -50,9 +50,3 @@ def test_an_overflow_is_found_where_it_is(net: nn.Module) -> None:
         net[2].weight.mul_(1e6)
     found = autoamp.find_overflow(net, X, **options("fp16"))
     says(found, op="linear", module="in 2")
-
-
-def test_a_budget_is_refused(net: nn.Module) -> None:
-    """An alias of each use, by which errors are measured, DTensors do not have."""
-    with pytest.raises(autoamp.UnsupportedModelError):
-        autoamp.convert(net, **options("bf16"), budget="5%", calibrate_on=[X])

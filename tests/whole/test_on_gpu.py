@@ -464,22 +464,6 @@ def test_calibration(where: str, tmp_path: Path, monkeypatch) -> None:
     assert list(tmp_path.rglob("*.json"))
 
 
-def test_a_budget(where: str) -> None:
-    batches = [((ids(where, seed),), {}) for seed in range(2)]
-    torch.manual_seed(0)
-    model = autoamp.convert(
-        Net().to(where),
-        precision="bf16",
-        budget=autoamp.Budget(
-            gradients="0.5 autocast", loss_fn=lambda out: out.float().square().mean()
-        ),
-        calibrate_on=batches,
-        do_no_harm=False,
-    )
-    loss_of(model, ids(where)).backward()
-    assert autoamp.report(model).frontier is not None
-
-
 def test_export(where: str) -> None:
     model = Net().to(where).eval()
     program = autoamp.export(model, (ids(where),), precision="bf16")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 from autoamp.errors import PlacementError
 from autoamp.passes.decide.cost import Prices
@@ -18,70 +16,6 @@ from autoamp.passes.rules import Category
 COSTS_CASTS = "going low would cost more casts than it saves"
 GAINS_NOTHING = "predicted to gain nothing here"
 """Why an op that may be low is fp32: for its neighbours' sake, or for its own."""
-
-
-class OpKey(NamedTuple):
-    """One op of a model, known again in another capture, whose nodes have other names.
-
-    Attributes:
-        module: the module path.
-        op: the op without its overload ("aten::linear").
-        number: how many equal ops of the module stand before it in the graph.
-    """
-
-    module: str
-    op: str
-    number: int
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The ops that are to be low, of all ops that a choice was made for.
-
-    Attributes:
-        low: the ops that are low wherever that is legal.
-        known: the ops that the choice was made for; any other op stays fp32.
-        below_ceiling: whether ops that type promotion leaves fp32 may be low.
-        reasons: why an op that may be low is fp32, or why it is low; a sentence.
-        frontier: what the choice was made from, for the report.  It counts when choices
-            are compared: a record of a graph holds it, and conversions with equal
-            options share records.
-    """
-
-    low: frozenset[OpKey]
-    known: frozenset[OpKey]
-    below_ceiling: bool = False
-    # A mapping has no hash, and options, which hold a choice, are keys of a cache.
-    reasons: Mapping[OpKey, str] = field(default_factory=dict, hash=False)
-    frontier: Any = field(default=None, hash=False)
-
-    def nodes(self, classified: Classified) -> frozenset[str]:
-        """The nodes of a graph that are to be low."""
-        keys = keys_of(classified)
-        return frozenset(name for name, key in keys.items() if key in self.low)
-
-    def reason(self, key: OpKey) -> str:
-        """Why an op is low, or is fp32."""
-        if key in self.reasons:
-            return self.reasons[key]
-        if key in self.known:
-            return ""
-        return (
-            "no batch of calibrate_on= ran it, or no derivative reaches it: its error "
-            "is not known"
-        )
-
-
-def keys_of(classified: Classified) -> dict[str, OpKey]:
-    """The key of each op of a graph, by the name of its node."""
-    seen: Counter[tuple[str, str]] = Counter()
-    found = {}
-    for name in classified.verdicts:
-        fact = classified.facts.nodes[name]
-        place = fact.module, fact.base
-        found[name] = OpKey(*place, seen[place])
-        seen[place] += 1
-    return found
 
 
 @dataclass(frozen=True)
@@ -146,12 +80,8 @@ def assign(
     classified: Classified,
     prices: Prices,
     placement: str,
-    chosen: Chosen | None = None,
 ) -> Assignment:
     """The assignment of the chosen `placement` for one graph.
-
-    Args:
-        chosen: a choice made before, which goes before `placement`.
 
     Raises:
         PlacementError: the constraints contradict each other.
@@ -159,13 +89,10 @@ def assign(
     problem = build_problem(classified, prices, as_asked=placement != "optimal")
     # Solved for any placement: reports tell what it costs above the least.
     low, optimal_cost = least_cost(problem)
-    if chosen is not None:
-        # The choice was made on another capture, whose constraints may be others.
-        low = project(problem, chosen.nodes(classified))
-    elif placement != "optimal":
+    if placement != "optimal":
         low = project(problem, POLICIES[placement](classified))
     return Assignment(
-        decisions=_decisions(classified, low, problem, prices.reward > 0, chosen),
+        decisions=_decisions(classified, low, problem, prices.reward > 0),
         low=low,
         cost=legal_energy(problem, low),
         optimal_cost=optimal_cost,
@@ -197,16 +124,11 @@ def _decisions(
     low: frozenset[str],
     problem: Problem,
     rewarded: bool,
-    chosen: Chosen | None,
 ) -> dict[str, Decision]:
     pins = problem.at_sink
-    keys = {} if chosen is None else keys_of(classified)
     decisions = {}
     for name, verdict in classified.verdicts.items():
         fact = classified.facts.nodes[name]
-        choice = _choice(verdict, name in low, name in pins, rewarded)
-        if chosen is not None and choice:
-            choice = chosen.reason(keys[name]) or choice
         decisions[name] = Decision(
             name=name,
             op=fact.op,
@@ -215,7 +137,7 @@ def _decisions(
             # The problem pins nodes that no verdict pins: makers of returned tensors
             # that share memory.
             reason=verdict.reason if verdict.pinned else pins.get(name, verdict.reason),
-            choice=choice,
+            choice=_choice(verdict, name in low, name in pins, rewarded),
             origin=verdict.origin,
             module=fact.module,
             source=fact.source,

@@ -9,8 +9,6 @@ Of the keys of the data, those that do not explain themselves are
 
 - `answers`: the answers of `print(report)`, in the same words and figures; `gains` is
   null where nothing was converted, and `verdict` is empty where something runs low;
-- `budget`: null without a budget for error; `points` and `marks` have their `share` of
-  fp32's time, and `chosen` is the place of the chosen point;
 - `graphs`: one entry per captured graph and per body, whose `key` is "0" or "0/body_0";
   wherever it names a node, it has the index of the node in its `nodes`:
 
@@ -29,7 +27,6 @@ import base64
 import hashlib
 import html
 import json
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +48,6 @@ from autoamp.messages import (
 from autoamp.passes.rows import FP32, CastRow, OpRow, Section
 from autoamp.report.figures import Document, Headline, Island, stayed_groups
 from autoamp.report.findings import ERROR, FOOTNOTE, WAYS, gains_of, runs_low
-from autoamp.report.frontier import Frontier, Point
 from autoamp.report.page.costs import changes_of, costs_of_boxes
 from autoamp.report.page.drawing import Drawing
 from autoamp.report.terminal import cost_text
@@ -94,7 +90,6 @@ def data_of(report: Document, advice: Callable[[], Sequence[str]]) -> dict[str, 
             lambda: _answers(report, advice()),
             lambda said: _no_answers(report, [said]),
         ),
-        "budget": _budget(report.frontier),
         "skipped": skipped,
         "graphs": graphs,
     }
@@ -191,28 +186,6 @@ _TIMES = "\N{MULTIPLICATION SIGN}"
 
 def _figure(value: str, title: str, note: str) -> dict[str, str]:
     return {"value": value, "title": title, "note": note}
-
-
-def _budget(found: Frontier | None) -> dict[str, Any] | None:
-    if found is None:
-        return None
-
-    def point(each: Point) -> dict[str, Any]:
-        share = each.nanoseconds / (found.fp32.nanoseconds or 1.0)
-        return {
-            "share": share,
-            "errors": {m: e for m, e in each.errors.items() if math.isfinite(e)},
-            "low": each.low,
-            "name": each.name,
-        }
-
-    return {
-        "sentences": found.sentences(),
-        "limits": dict(found.limits),
-        "points": [point(each) for each in found.points],
-        "marks": [point(each) for each in found.marks],
-        "chosen": found.chosen,
-    }
 
 
 # -- one graph -------------------------------------------------------------------------
@@ -339,7 +312,6 @@ SCRIPTS = (
     "copy.js",
     "panel.js",
     "module.js",
-    "budget.js",
     "changes.js",
     "overview.js",
     "search.js",

@@ -131,7 +131,6 @@ def _paired(old: _Data, new: _Data, first: SavedReport, second: SavedReport) -> 
         **new,
         "model": f"{old['model']}, {titles[0]} and {titles[1]}",
         "answers": {**new["answers"], **answers},
-        "budget": None,
         "diff": {"old": titles[0], "new": titles[1], "sentences": said},
         "graphs": graphs,
     }

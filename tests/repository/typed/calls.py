@@ -53,7 +53,7 @@ def right(maybe: Optimizer | None, every: list[Optimizer]) -> None:
     autoamp.convert(net, loss_scale="dynamic")
     autoamp.convert(net, loss_scale=1024)
     autoamp.convert(net, loss_scale=autoamp.DynamicLossScale())
-    autoamp.convert(net, budget="0.1%", calibrate_on=[x], example_inputs=(x,))
+    autoamp.convert(net, example_inputs=(x,))
     options: autoamp.ConvertOptions = {"precision": "bf16", "do_no_harm": False}
     autoamp.convert(net, **options)
     assert_type(autoamp.explain(net, x, device="cuda:sm_90", **options), autoamp.Report)
@@ -86,7 +86,6 @@ def wrong(options: dict[str, int]) -> None:
     autoamp.convert(net, adam).encode(x)  # wrong
     autoamp.convert(net).encode(3)  # wrong
     autoamp.convert(net, example_inputs=x)  # wrong
-    autoamp.convert(net, budget=[0.1])  # wrong
     autoamp.convert(net, **options)  # wrong
     autoamp.revert("net")  # wrong
     autoamp.explain(net, x, precision="fp8")  # wrong

@@ -21,7 +21,6 @@ function showOverview() {
     ...gains(answers.gains),
     report.diff ? "" : part("What runs low", isBefore ? h("p", {}, "Nothing: this is the graph before the pass.") : answers.runs_low.map((text) => h("p", {}, text)),
       report.explained_for ? h("p", { class: "note" }, "Explained for " + report.explained_for + ".") : ""),
-    ...budgetPart(report.budget),
     ...(isBefore ? [] : nextSteps()));
   if (tables.ops.length && !report.diff) {
     const all = (row) => row.low + row.fp32;
