@@ -61,6 +61,9 @@ LOW_TABLE = (
 LOW_DTYPES: dict[str, torch.dtype] = {row.name: row.dtype for row in LOW_TABLE}
 """Short name (as in `precision=` and in the names of rules files) to torch dtype."""
 
+HALVES = frozenset(row.dtype for row in LOW_TABLE if row.has_masters)
+"""The dtypes of weights of which an optimizer steps fp32 masters."""
+
 HIGH_DTYPE = torch.float32
 """The only dtype that is ever lowered; float64, complex and integers are left alone."""
 
@@ -112,7 +115,7 @@ def needs_loss_scale(dtype: torch.dtype | None) -> bool:
 
 def has_masters(dtype: torch.dtype) -> bool:
     """Whether an optimizer steps fp32 masters of weights that arrive in `dtype`."""
-    return any(row.dtype == dtype and row.has_masters for row in LOW_TABLE)
+    return dtype in HALVES
 
 
 def largest(dtype: torch.dtype) -> float:

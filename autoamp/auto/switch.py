@@ -32,8 +32,8 @@ from autoamp.training.attach import (
     take_on,
 )
 from autoamp.training.ledger import BACKWARDS
-from autoamp.training.masters import KEY as MASTERS_KEY
 from autoamp.training.options import ConvertOptions, Options
+from autoamp.training.saved_masters import KEY as MASTERS_KEY
 from autoamp_heat import INSIDE, Heat, passed_on
 
 logger = logging.getLogger(__name__)

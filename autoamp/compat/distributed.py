@@ -5,13 +5,19 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import fx
 
-from autoamp.compat.tensors import modules_of, version_kept
+from autoamp.compat.tensors import (
+    children_here,
+    modules_of,
+    parameters_here,
+    version_kept,
+)
 
 
 def own_rank() -> int | None:
@@ -169,6 +175,54 @@ def inside_wrappers(model: Any) -> Any:
     while isinstance(model, _WRAPPERS):
         model = model.module
     return model
+
+
+_INSIDE = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+}
+"""Torch's wrappers of modules, each to the name of the module that it wraps."""
+
+
+def own_names(
+    model: torch.nn.Module, prefix: str = ""
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters in `model` by their names without those of torch's wrappers.
+
+    A parameter in several places has several names.
+    """
+    kind = type(model)
+    while kind.__module__.startswith("torch.") and kind.__name__ in _INSIDE:
+        inner = children_here(model).get(_INSIDE[kind.__name__])
+        if inner is None:
+            break
+        model, kind = inner, type(inner)
+    for name, param in parameters_here(model).items():
+        if param is not None:
+            yield prefix + name, param
+    for name, child in children_here(model).items():
+        if child is not None:
+            yield from own_names(child, f"{prefix}{name}.")
+
+
+def saved_by_tools() -> bool:
+    """Whether `torch.distributed.checkpoint` asks for the state that is saved now."""
+    tools = "torch.distributed.checkpoint"
+    frame: types.FrameType | None = sys._getframe(1)
+    for _ in range(_DEEPEST if tools in sys.modules else 0):
+        if frame is None:
+            break
+        if str(frame.f_globals.get("__name__")).startswith(tools):
+            return True
+        frame = frame.f_back
+    return False
+
+
+_DEEPEST = 8
+"""How many frames are searched for the tools that save an optimizer's state."""
 
 
 def without_buckets(backend: Any) -> Any:

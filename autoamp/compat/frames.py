@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -39,6 +41,21 @@ class Left(NamedTuple):
     def is_sparse(self) -> bool:
         """Whether Dynamo met a sparse tensor, of which it captures nothing."""
         return "sparse tensor" in self.broke_at.lower()
+
+
+def first_argument(frame: types.FrameType) -> Any:
+    """What a function that Python's stack shows was first called with, or None."""
+    code = frame.f_code
+    if not code.co_argcount:
+        return None
+    held = frame.f_locals
+    found = held.get(code.co_varnames[0])
+    # Before Python 3.13 the locals that were read live as long as their frame: the
+    # optimizer that a training loop has deleted would.  A debugger may be using them.
+    copied = type(held) is dict and code.co_flags & inspect.CO_OPTIMIZED
+    if copied and sys.gettrace() is None:
+        held.clear()
+    return found
 
 
 def said_in_a_line(error: BaseException) -> str:

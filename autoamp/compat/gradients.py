@@ -213,15 +213,41 @@ The tensors are the scale (fp32), the count of clean steps (int32) and `found_in
 """
 
 
-def accumulate_in(param: torch.Tensor, dtype: torch.dtype) -> None:
-    """Makes the gradients of leaf `param` accumulate in `dtype`.
+def widen_gradients(param: torch.Tensor) -> RemovableHandle | None:
+    """Has backwards sum the gradients of half-precision leaf `param` up in fp32.
 
-    From now on `param.grad` has that dtype; a `param.grad` that exists is cast.
+    `param.grad` may be given any dtype from now on; a `param.grad` that is there is
+    cast.  The handle takes the hook away that casts the first gradient of a sum; it is
+    None for a leaf that needs no gradient.
     """
+    if not param.requires_grad:
+        return None
+    # With a `grad_dtype` of fp32 torch would refuse `p.grad = torch.zeros_like(p)`.
+    param.grad_dtype = None
+    _widen(param)
+    _Ours.count += 1
+    handle: RemovableHandle = param.register_post_accumulate_grad_hook(_widen)
+    # Optimizers that collect gradients in hooks are to compute with fp32 ones.  (Torch
+    # goes through the order of insertion, which `move_to_end` leaves as it is.)
+    hooks: Any = param._post_accumulate_grad_hooks
+    others = [(key, hook) for key, hook in hooks.items() if key != handle.id]
+    hooks.clear()
+    hooks.update([(handle.id, _widen), *others])
+    return handle
+
+
+def _widen(param: torch.Tensor) -> None:
+    grad = param.grad
+    if grad is not None and grad.dtype in (torch.float16, torch.bfloat16):
+        param.grad = grad.float()
+
+
+def keep_gradients_narrow(param: torch.Tensor) -> None:
+    """Has leaf `param` hold gradients of its own dtype; one that is there is cast."""
     # Torch refuses a `grad_dtype` other than that of a gradient which is there.
     grad, param.grad = param.grad, None
-    param.grad_dtype = dtype
-    param.grad = None if grad is None else grad.to(dtype)
+    param.grad_dtype = param.dtype
+    param.grad = None if grad is None else grad.to(param.dtype)
 
 
 backward_id = torch._C._current_graph_task_id

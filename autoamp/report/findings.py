@@ -48,10 +48,10 @@ _ARRIVES = 0.9
 def update_text(found: UpdateShare) -> str:
     """A sentence on the updates of one kind of weights."""
     weights = counted(found.weights, _KINDS.get(found.kind, "other weight"))
-    lost = f"{max(0.0, 1 - found.share):.0%} of the updates of {weights}"
-    if found.masters:
-        return f"{found.dtype} would round away {lost}; fp32 masters keep them."
-    return f"{found.dtype} rounds away {lost}."
+    return (
+        f"{found.dtype} rounds away {max(0.0, 1 - found.share):.0%} of the updates of "
+        f"{weights}."
+    )
 
 
 # -- what runs low, and the gain -------------------------------------------------------
@@ -333,7 +333,7 @@ def _overflows(state: LossScaleReport | None) -> Iterator[str]:
 
 
 def _updates(shares: Sequence[UpdateShare]) -> Iterator[str]:
-    lost = [each for each in shares if not each.masters and each.share < _ARRIVES]
+    lost = [each for each in shares if each.share < _ARRIVES]
     if lost:
         worst = update_text(min(lost, key=lambda each: each.share))
         yield (

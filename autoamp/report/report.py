@@ -44,8 +44,8 @@ class Report(Document):
             dtype is fp16.
         explained_for: the device for which `explain` made the report; "" where the
             model is converted.
-        updates: for each kind of half-precision weights, the share of the optimizer's
-            updates that such weights can make; sampled while the model trains.
+        updates: for each kind of half-precision weights without fp32 masters, the share
+            of the optimizer's updates that moves them; sampled while the model trains.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())

@@ -141,9 +141,8 @@ def _callers() -> Iterator[tuple[types.FrameType, Any]]:
     for _ in range(_DEEPEST):
         if frame is None:
             return
-        code = frame.f_code
-        if code.co_argcount:
-            yield frame, frame.f_locals.get(code.co_varnames[0])
+        if frame.f_code.co_argcount:
+            yield frame, compat.first_argument(frame)
         frame = frame.f_back
 
 

@@ -203,9 +203,7 @@ def _value(node: fx.Node) -> Any:
 def _in_a_step_of_an_optimizer() -> bool:
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        code = frame.f_code
-        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if isinstance(owner, torch.optim.Optimizer):
+        if isinstance(compat.first_argument(frame), torch.optim.Optimizer):
             return True
         frame = frame.f_back
     return False

@@ -22,19 +22,21 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from autoamp import compat
-from autoamp.dtypes import short_name
+from autoamp.dtypes import HALVES, short_name
 from autoamp.messages import bytes_text, class_name, counted, log_once
 from autoamp.training import closures, foreign, guard, halves
 from autoamp.training.boundary import (
     BOUNDARIES,
     OptimizerBoundary,
+    boundaries,
     check_loaded,
     closure_of,
+    computing_round,
     innermost,
     params_of,
 )
 from autoamp.training.ledger import BACKWARDS, GraphRun
-from autoamp.training.masters import Masters, has_half
+from autoamp.training.masters import Masters, has_half, have_masters
 from autoamp.training.meter import METERS, meter_of
 from autoamp.training.options import Options
 from autoamp.training.ranks import (
@@ -111,22 +113,7 @@ def attach(optimizer: Optimizer) -> OptimizerBoundary:
     check_loaded(optimizer)
     boundary = OptimizerBoundary(optimizer)
     boundary.note_outer(outer)
-    own: Any = optimizer.step
-
-    def inner(*args: Any, **kwargs: Any) -> Any:
-        if boundary.masters is None:
-            return own(*args, **kwargs)
-        return boundary.masters.run(own, args, kwargs)
-
-    # `step` becomes a `MethodType`, because schedulers ask for `__func__`; `wraps`
-    # keeps the signature, and the mark of a scheduler that was here before.
-    @functools.wraps(getattr(own, "__func__", own))
-    def step(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
-        if closure_of(args, kwargs) and closures.writes_first(self):
-            return closures.step(boundary, inner, args, kwargs)
-        return take(boundary, inner, args, kwargs)
-
-    boundary.bound = types.MethodType(step, optimizer)
+    boundary.bound = _step_of(boundary, optimizer)
     optimizer.__dict__["step"] = boundary.bound
     # The attributes stand on the instance: the class, and the optimizer's saved state,
     # stay as they are.
@@ -135,6 +122,63 @@ def attach(optimizer: Optimizer) -> OptimizerBoundary:
     boundary.carry()
     BOUNDARIES.add(boundary)
     return boundary
+
+
+def _step_of(boundary: OptimizerBoundary, optimizer: Optimizer) -> Callable[..., Any]:
+    """A `step` for an optimizer's `__dict__`, which does not keep it alive.
+
+    A method bound to the optimizer would: `del optimizer` would free its state, three
+    times the weights, only when Python's collector runs.
+    """
+    known, of = weakref.ref(boundary), weakref.ref(optimizer)
+    # A scheduler's wrapper, say, which torch puts on the instance.
+    own, function = boundary.previous, type(optimizer).step
+
+    # `wraps` keeps the signature, and the mark of a scheduler that was here before.
+    @functools.wraps(getattr(own, "__func__", own) if own else function)
+    def step(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
+        found: Any = known()
+        plain = own or types.MethodType(function, self)
+        if found is None:
+            return plain(*args, **kwargs)
+        inner = functools.partial(_with_masters, found, plain)
+        if closure_of(args, kwargs) and closures.writes_first(self):
+            return closures.step(found, inner, args, kwargs)
+        return take(found, inner, args, kwargs)
+
+    @functools.wraps(step)
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        return step(of(), *args, **kwargs)  # type: ignore[arg-type]
+
+    # Schedulers ask a `step` for its function, as if it were a method.
+    bound.__func__ = step  # type: ignore[attr-defined]
+    return bound
+
+
+def _with_masters(
+    boundary: OptimizerBoundary, step: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    masters = boundary.masters
+    if masters is None and not hasattr(step, "_torchdynamo_orig_callable"):
+        masters = _masters_since(boundary)
+    return step(*args, **kwargs) if masters is None else masters.run(step, args, kwargs)
+
+
+def _masters_since(boundary: OptimizerBoundary) -> Masters | None:
+    """Masters for half-precision weights that no one knew of before this step."""
+    optimizer, options = boundary.optimizer, boundary.wanted
+    if HALVES.isdisjoint([p.dtype for p in params_of(optimizer)]):
+        return None
+    if torch.compiler.is_dynamo_compiling():
+        return None
+    if _expecting:
+        take_on(optimizer)
+    elif options is None:
+        _share(optimizer)
+    else:  # the model was made a half-precision one after `convert`
+        models = [model for scaling in boundary.scalings for model in scaling.models]
+        give_masters(boundary, models, options)
+    return boundary.masters
 
 
 @contextlib.contextmanager
@@ -165,8 +209,10 @@ def introduce(
     if options.masters == "off":
         decline_masters(boundary)
     else:
-        give_masters(boundary, model, options)
-    if has_half(boundary.params):
+        boundary.wanted = options
+        give_masters(boundary, [model], options)
+    without = boundary.masters is None or boundary.masters.cannot
+    if without and has_half(boundary.params):
         meter_of(boundary.optimizer)
     if scaling is None and has_half(boundary.params):
         scaling = guard_half(model, options)
@@ -175,23 +221,30 @@ def introduce(
 
 
 def give_masters(
-    boundary: OptimizerBoundary, model: torch.nn.Module, options: Options
+    boundary: OptimizerBoundary, models: Sequence[torch.nn.Module], options: Options
 ) -> None:
     """Gives an optimizer's half-precision parameters fp32 masters.
 
-    Masters of parameters of `model` are saved by the parameters' names in `model`.
+    Masters of parameters of `models` are saved by the parameters' names in these.
     """
     if boundary.masters is not None:
-        boundary.masters.name_after(model)
+        boundary.masters.name_after(*models)
     elif has_half(boundary.params):
         boundary.masters = Masters(boundary.optimizer, split=options.masters != "fp32")
-        boundary.masters.name_after(model)
+        boundary.masters.name_after(*models)
+        _serve_outer(boundary)
         _say_made(boundary.masters, options)
+
+
+def _serve_outer(boundary: OptimizerBoundary) -> None:
+    if boundary.outer is not None and boundary.masters is not None:
+        boundary.masters.serve(boundary.outer)
 
 
 def decline_masters(boundary: OptimizerBoundary) -> None:
     """Takes an optimizer's masters away, and lets the automatic mode give it none."""
     _decline(boundary.optimizer)
+    boundary.wanted = None
     _take_masters(boundary)
 
 
@@ -219,6 +272,10 @@ def take_on(optimizer: Optimizer) -> None:
         _decline(optimizer)
         _searched.add(optimizer)
         return
+    outer = computing_round(optimizer) if masters else None
+    if outer is not None:
+        _take_on_later(optimizer, outer)
+        masters = False
     known = boundary_of(optimizer)
     try:
         models = compat.models_of_weights(params_of(optimizer))
@@ -228,6 +285,7 @@ def take_on(optimizer: Optimizer) -> None:
             return
         with attached([optimizer]) as [boundary]:
             boundary.masters = _masters_for(boundary.optimizer, models, options)
+            _serve_outer(boundary)
     except Exception as error:  # a script must not fail because of autoamp
         if options.strict:
             raise
@@ -236,8 +294,57 @@ def take_on(optimizer: Optimizer) -> None:
         return
     if known is None:
         _met_by_masters.add(boundary)
-    meter_of(boundary.optimizer)
+    if boundary.masters.cannot:
+        meter_of(boundary.optimizer)
     _say_made(boundary.masters, options)
+
+
+def _take_on_later(optimizer: Optimizer, outer: Optimizer) -> None:
+    """Gives an optimizer masters in the next backward, when no step is halfway.
+
+    The step of an optimizer round it (SAM, Lookahead) has state in half precision in
+    its hands.
+    """
+    if optimizer in _waiting:
+        return
+    _waiting.add(optimizer)
+    inner = weakref.ref(innermost(optimizer))
+    around = weakref.ref(outer)
+    first = next(p for p in params_of(optimizer) if p.requires_grad)
+
+    def take(_: torch.Tensor) -> None:
+        optimizer, outer = inner(), around()
+        handle.remove()
+        if optimizer is None or outer is None or computing_round(optimizer):
+            return
+        _waiting.discard(optimizer)
+        take_on(optimizer)
+        boundary = boundary_of(optimizer)
+        if boundary is not None:
+            boundary.note_outer(outer)
+            _serve_outer(boundary)
+
+    handle = first.register_post_accumulate_grad_hook(take)
+
+
+_waiting: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers that get masters in the next backward."""
+
+
+def _share(optimizer: Optimizer) -> None:
+    """Gives an optimizer masters because another steps masters of its weights.
+
+    The weights have gradients in fp32, beside which weights in half precision would
+    be an error in most steps.
+    """
+    params = params_of(optimizer)
+    if optimizer in _declined or not (has_half(params) and have_masters(params)):
+        return
+    models = compat.models_of_weights(params)
+    with attached([optimizer]) as [boundary]:
+        boundary.masters = _masters_for(boundary.optimizer, models, Options())
+    _serve_outer(boundary)
+    _say_made(boundary.masters, Options())
 
 
 def _guard_found(
@@ -271,7 +378,7 @@ def before_unscaling(optimizer: Optimizer) -> None:
 
 def after_update() -> None:
     """Has gradients be reduced in half precision again, once a GradScaler is done."""
-    for boundary in list(BOUNDARIES):
+    for boundary in boundaries():
         if boundary.masters is not None:
             boundary.masters.narrow()
 
@@ -338,9 +445,14 @@ def _say_made(masters: Masters, options: Options) -> None:
         bytes_text(masters.bytes),
         options.advice("masters", "off"),
     )
-    if options.masters == "split" and masters.of:
-        alone = body_of(masters.optimizer) is not None
-        logger.warning(
+    alone = body_of(masters.optimizer) is not None
+    if (
+        masters.of
+        and options.masters != "fp32"
+        and not (alone and options.masters == "auto")
+    ):
+        logger.log(
+            logging.WARNING if options.masters == "split" else logging.INFO,
             "autoamp: the masters of %s take 4 bytes each, not 2: %s",
             counted(len(masters.of), "weight"),
             "the weights are fp16, have gaps in memory, or are of several optimizers"
@@ -372,6 +484,7 @@ def detach(boundary: OptimizerBoundary) -> None:
     if optimizer in METERS:
         METERS[optimizer].remove()
     _take_masters(boundary)
+    boundary.wanted = None
     # Code that has wrapped our `step` would put back a `step` that is gone; the
     # boundary stays, and passes steps on.
     if optimizer.__dict__.get("step") != boundary.bound:
@@ -393,7 +506,7 @@ def detach_from(model: torch.nn.Module) -> None:
     modules = compat.modules_of(model)
     values = [p for each in modules for p in compat.parameters_here(each).values()]
     held = {id(p): p for p in values if p is not None}
-    for boundary in list(BOUNDARIES):
+    for boundary in boundaries():
         # A model that was not converted has no part in masters that nobody asked for.
         alone = boundary in _met_by_masters and _found.issuperset(boundary.scalings)
         if not alone and any(id(p) in held for p in boundary.params):
@@ -476,7 +589,7 @@ def guard_captured(model: torch.nn.Module, scaling: ModelScaling) -> None:
     scaling.ledger.note_low()
     known = halves.guards(model)
     if known is not None and known.low is None:
-        for boundary in [each for each in list(BOUNDARIES) if known in each.scalings]:
+        for boundary in [each for each in boundaries() if known in each.scalings]:
             boundary.link(scaling)
             boundary.scalings.remove(known)
         _found.discard(known)
@@ -504,7 +617,7 @@ def end_scaling(scaling: ModelScaling) -> None:
 def retire(scaling: ModelScaling) -> None:
     """Ends `scaling`, with which graphs are not run any more."""
     end_scaling(scaling)
-    for boundary in list(BOUNDARIES):
+    for boundary in boundaries():
         if scaling in boundary.scalings:
             boundary.scalings.remove(scaling)
             if not boundary.scalings:
@@ -631,6 +744,8 @@ def _in_any_step(
         log_once(logger, logging.INFO, f"autoamp: {engine}")
         before_write(params_of(optimizer))
         return None
+    if not (known or _expecting):
+        _share(optimizer)
     tell_of_uncalled(optimizer, _scalings)
     if compat.are_several() and not have_shaken_hands(optimizer):
         _shake_hands(optimizer)

@@ -14,8 +14,11 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from autoamp import compat
 from autoamp.errors import CheckpointError
-from autoamp.training.masters import Masters, without_masters
+from autoamp.training import saved_masters
+from autoamp.training.masters import KEY_CARRIED, Masters
+from autoamp.training.options import Options
 from autoamp.training.scale import (
     DynamicLossScale,
     LossScale,
@@ -39,8 +42,22 @@ _FIELDS = {"loss_scales"}
 _DEEPEST = 24
 """How many frames are searched for the wrappers' steps."""
 
+_TRAINERS = {
+    "torch",
+    "accelerate",
+    "lightning",
+    "lightning_fabric",
+    "pytorch_lightning",
+}
+"""Packages whose wrappers of optimizers compute nothing with the weights."""
+
 _MARK, _BEHIND = "step_was_skipped", "_is_overflow"
 """The mark of a skipped step, and the attribute that accelerate's property reads."""
+
+
+def boundaries() -> list[OptimizerBoundary]:
+    """The boundaries of all optimizers that are alive and have one."""
+    return [each for each in list(BOUNDARIES) if each.alive]
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:
@@ -53,6 +70,40 @@ def innermost(optimizer: Optimizer) -> Optimizer:
             return optimizer
         optimizer = inner[0]
         seen.add(id(optimizer))
+
+
+def passes_on(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is a trainer's wrapper, which computes nothing itself."""
+    return type(optimizer).__module__.partition(".")[0] in _TRAINERS
+
+
+def computing_round(optimizer: Optimizer) -> Any:
+    """The optimizer that computes with the weights of `optimizer`, and steps it now.
+
+    Its step, or another method of it, is on Python's stack, or is about to run.  Its
+    class may be no `Optimizer` of torch's.
+    """
+    inner = innermost(optimizer)
+    if inner is not optimizer and not passes_on(optimizer):
+        return optimizer
+    held = {id(p) for p in params_of(optimizer)}
+    for owner in _owners_of_frames(sys._getframe(1)):
+        groups = getattr(owner, "param_groups", None)
+        if owner is optimizer or owner is inner or not isinstance(groups, list):
+            continue
+        if not passes_on(owner) and not held.isdisjoint(map(id, params_of(owner))):
+            return owner
+    return None
+
+
+def _owners_of_frames(frame: types.FrameType | None) -> Iterator[Any]:
+    """The objects whose methods are on Python's stack, the innermost first."""
+    for _ in range(_DEEPEST):
+        if frame is None:
+            return
+        if frame.f_code.co_argcount:
+            yield compat.first_argument(frame)
+        frame = frame.f_back
 
 
 def params_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -70,8 +121,11 @@ class OptimizerBoundary:
     """Everything that is kept for one optimizer whose steps may be skipped.
 
     Attributes:
-        optimizer: the user's own; only its instance attribute `step` is ours.
+        optimizer: the user's own; only its instance attribute `step` is ours.  Nothing
+            of ours keeps an optimizer alive.
         previous: the instance's own `step` before, a scheduler's wrapper say, or None.
+        wanted: the options under which weights that become half-precision ones get
+            masters; None where they get none.
         bound: the `step` that the boundary put on the instance; None before.
         hooks: the hooks that save and load our entries with the optimizer's state.
         off: whether the boundary was taken away, but other code has wrapped its `step`.
@@ -88,9 +142,10 @@ class OptimizerBoundary:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer)
         self.previous: Step | None = optimizer.__dict__.get("step")
-        self.bound: types.MethodType | None = None
+        self.bound: Step | None = None
+        self.wanted: Options | None = None
         self.hooks: list[RemovableHandle] = []
         self.off = False
         self.scalings: list[ModelScaling] = []
@@ -105,9 +160,27 @@ class OptimizerBoundary:
         self._outer: Callable[[], Optimizer | None] = lambda: None
 
     @property
+    def alive(self) -> bool:
+        """Whether the optimizer is alive; other code may hold its boundary longer."""
+        return self._optimizer() is not None
+
+    @property
+    def optimizer(self) -> Optimizer:
+        found = self._optimizer()
+        assert found is not None, "only an optimizer that is alive takes steps"
+        return found
+
+    @property
     def params(self) -> list[torch.Tensor]:
         """The tensors optimized now, by all parts of a ZeroRedundancyOptimizer."""
-        return params_of(self._outer() or self.optimizer)
+        optimizer = self._outer() or self._optimizer()
+        return [] if optimizer is None else params_of(optimizer)
+
+    @property
+    def outer(self) -> Optimizer | None:
+        """The optimizer round this one that computes with the weights, or None."""
+        outer = self._outer()
+        return None if outer is None or passes_on(outer) else outer
 
     def note_outer(self, outer: Optimizer) -> None:
         """Notes the optimizer that wraps this one."""
@@ -162,13 +235,13 @@ class OptimizerBoundary:
             if scales and state["param_groups"]:
                 state["param_groups"][0][KEY] = {"loss_scales": scales}
             if self.masters is not None:
-                self.masters.save(state)
+                saved_masters.save(self.masters, state)
 
         def before_load(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
             loaded.clear()
             whole[:] = [state]
             if self.masters is not None:
-                self.masters.check(state)
+                saved_masters.check(self.masters, state)
             # The groups are copied, because the entry is taken out, and the user may
             # load the same dictionary again.
             groups = [dict(group) for group in state["param_groups"]]
@@ -178,7 +251,10 @@ class OptimizerBoundary:
                 # not fit changes nothing.
                 _check(self.scaled, scales)
                 loaded.append(scales)
-            return {**state, "param_groups": groups, "state": without_masters(state)}
+            if groups and self.masters is not None:
+                groups[0].pop(KEY_CARRIED, None)
+            rest = saved_masters.without_masters(state)
+            return {**state, "param_groups": groups, "state": rest}
 
         def after_load(_: Optimizer) -> None:
             for scales in loaded:
@@ -186,7 +262,7 @@ class OptimizerBoundary:
             if self.masters is not None:
                 # Masters take the state as it was given: torch has cast its own copy of
                 # it to the parameters' half dtype.
-                self.masters.load(whole[0])
+                saved_masters.load(self.masters, whole[0])
             loaded.clear()
             whole.clear()
 
@@ -261,10 +337,8 @@ def _stepping(optimizer: Optimizer) -> Iterator[Optimizer]:
         if frame is None:
             return
         code = frame.f_code
-        # The locals of a frame, once read, live as long as the frame does, so that
-        # those of a training loop must not be read.
         if code.co_name == "step" and code.co_argcount:
-            owner = frame.f_locals.get(code.co_varnames[0])
+            owner = compat.first_argument(frame)
             # A GradScaler that accelerate's wrapper steps by ends the search too: the
             # wrapper notes what it did.
             if not isinstance(owner, Optimizer) or innermost(owner) is not optimizer:

@@ -137,9 +137,8 @@ def engine_stepping() -> str:
     for _ in range(_DEEPEST):
         if frame is None:
             break
-        code = frame.f_code
-        if code.co_argcount and code.co_varnames:
-            kind = type(frame.f_locals.get(code.co_varnames[0]))
+        if frame.f_code.co_argcount:
+            kind = type(compat.first_argument(frame))
             if _engine_of(kind) is not None or _optimizer_of(kind) is not None:
                 return _why_left(kind)
         frame = frame.f_back

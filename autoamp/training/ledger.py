@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from autoamp import compat
-from autoamp.training.boundary import BOUNDARIES
+from autoamp.training.boundary import boundaries
 from autoamp.training.leaves import Leaves, Origin
 from autoamp.training.scale import DynamicLossScale, LossScale, free_to_read
 from autoamp.training.scaling import ModelScaling
@@ -295,7 +295,7 @@ class Backwards:
         """The runs of the last backward, and those that no step has been told of."""
         if not self.runs:
             return []
-        read = max((b.last_read for b in list(BOUNDARIES)), default=-1)
+        read = max((b.last_read for b in boundaries()), default=-1)
         last = self.runs[-1].backward_id
         return [r for r in self.runs if r.number > read or r.backward_id == last]
 
@@ -337,7 +337,7 @@ def _fills_weights(leaves: Sequence[torch.Tensor], before: Sequence[Any]) -> boo
     ):
         return True
     # An image that an optimizer trains is no parameter.
-    held = {id(p) for boundary in list(BOUNDARIES) for p in boundary.params}
+    held = {id(p) for boundary in boundaries() for p in boundary.params}
     return any(id(leaf) in held and compat.receives_gradient(leaf) for leaf in leaves)
 
 

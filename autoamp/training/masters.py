@@ -1,52 +1,72 @@
 """Masters: the fp32 master weights of parameters that arrived in half precision.
 
 The user's parameters stay the half-precision tensors that the model computes with.
-While the optimizer steps, the fp32 master of each parameter stands in the parameter's
-place, in `param_groups` and as the key of its state, with the parameter's gradient: so
-any optimizer computes in fp32 with fp32 state.  After the step the masters are rounded
-into the parameters.
+While the optimizer steps, each parameter *is* its fp32 master, with its gradient in
+fp32 (`training/exchange.py`): so any optimizer computes in fp32 with fp32 state, in
+whichever way it holds its parameters.  After the step the masters are rounded into the
+parameters.
 
 A bf16 parameter's master is made for the time of the step alone, of the parameter and
-of 16 bits beside it, where the optimizer steps each parameter by itself
-(`training/split.py`).  Chunks of such parameters are stepped one after the other.
+of 16 bits beside it, where the optimizer is known to step each parameter by itself
+(`training/separable.py`, `training/split.py`).  Chunks of such parameters are stepped
+one after the other.
 
-(`param.data = master` would do without the exchange, but torch then drops the node that
-accumulates the parameter's gradient, and with that node the hooks of code that reduces
-gradients between ranks.)
+A step never ends worse than it would have without masters: an optimizer that they do
+not serve keeps its half-precision weights, as it would have had them, and a line says
+so.
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import functools
 import logging
 import sys
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES, has_masters
-from autoamp.errors import CheckpointError
 from autoamp.messages import class_name
+from autoamp.training.exchange import (
+    DifferentiatesError,
+    Exchange,
+    methods_of,
+    own_tensors,
+    shares_memory,
+)
 from autoamp.training.separable import body_of, is_elementwise, part_of
 from autoamp.training.split import Chunk, can_split, chunks_of, follow, in_order
 
 logger = logging.getLogger(__name__)
 
-KEY = "autoamp_masters"
-"""The entry of an optimizer's saved state: the masters by parameter name."""
-
 KEY_BESIDE = "autoamp_master"
 """The entry of one parameter's saved state, for tools that keep no other entries."""
 
+KEY_CARRIED = "autoamp_fp32"
+"""The entry of the first saved parameter group with masters, and state in fp32, by the
+parameters' positions: torch carries it along uncast where no masters are yet."""
+
 _UNNAMED = "unnamed_parameter_"
 """A parameter in no converted model is saved by this name with its index after it."""
+
+_WRITES = (
+    "its step writes to their memory itself, not to its parameters; the half-precision "
+    "weights are what it wrote"
+)
+_DIFFERENTIATES = (
+    "its step runs or differentiates the model, whose graphs know no masters. Have the "
+    "closure do so, step(closure)"
+)
 
 _shared = WeakIdKeyDictionary()
 """Each parameter with a weak reference to its master, which all its optimizers step."""
@@ -58,13 +78,19 @@ _whole = WeakIdKeyDictionary()
 """The parameters whose masters stay whole: several optimizers step them, or they are
 large and have sparse gradients, which cannot be cut in pieces."""
 
-_Given = list[tuple[torch.Tensor | None, int]]
-"""The gradient that each master was given, and the master's version then."""
-
 
 def has_half(params: Iterable[torch.Tensor]) -> bool:
     """Whether any of `params` is trained in half precision."""
     return any(has_masters(p.dtype) and p.requires_grad for p in params)
+
+
+def have_masters(params: Iterable[torch.Tensor]) -> bool:
+    """Whether any of `params` has a master, which some optimizer steps."""
+    return any(
+        ref is not None and ref() is not None
+        for p in params
+        for ref in (_shared.get(p), _splitter.get(p))
+    )
 
 
 class Masters:
@@ -73,29 +99,58 @@ class Masters:
     Attributes:
         of: each parameter that has a whole fp32 master, with that master.
         chunks: the parameters whose masters are split.
+        cannot: why the optimizer's weights have no masters; "" where they have.
     """
 
     def __init__(self, optimizer: Optimizer, *, split: bool = True) -> None:
         """Args: `split` is whether masters are split where they can be."""
-        self.optimizer: Any = optimizer
+        self._optimizer = weakref.ref(optimizer)
+        # Other code may hold a boundary, and so these masters, for longer.  (A weak
+        # reference's own callback runs as Python ends, too, when torch 2.13 aborts:
+        # "self->cdata.use_count() == 1 INTERNAL ASSERT FAILED".)
+        weakref.finalize(optimizer, _end, weakref.ref(self)).atexit = False
+        self._outer: list[weakref.ref[Optimizer]] = []
         self.of: dict[torch.Tensor, torch.Tensor] = {}
         self.chunks: list[Chunk] = []
         self._split = split
+        # Torch's own optimizers write to nothing but the parameters, and differentiate
+        # nothing.
+        self._doubt = body_of(optimizer) is None and not _is_torchs(optimizer)
         self._ids: list[int] = []
         self._lists: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._models: list[weakref.ref[nn.Module]] = []
         self._reduced: set[int] = set()
-        self._widened: list[torch.Tensor] = []
+        self._hooks: dict[torch.Tensor, RemovableHandle | None] = {}
+        self._own: list[tuple[torch.Tensor, torch.dtype]] = []
+        self._set: list[tuple[weakref.ref[Optimizer], str, Any]] = []
+        self._plain: set[str] = set()
         self._said = False
         self._depth = 0
-        self._given: _Given | None = None
-        self._runs = False
+        self._open: Exchange | None = None
+        self._runs = self._is_as_it_was = False
         self._frame: types.FrameType | None = None
+        self.cannot = ""
         self._before = optimizer.register_step_pre_hook(self._enter)
         self._after = optimizer.register_step_post_hook(self._exit)
         self._order_hooks()
-        # A deep copy of an optimizer is made of its groups and state alone.
-        optimizer.__dict__["__deepcopy__"] = self._deepcopy
+        # A copy or a pickle of an optimizer is made of its groups and state alone.
+        self._put_on(optimizer, "__reduce_ex__", _weakly(self._reduced_to))
+        self._surround(optimizer, methods_of(optimizer))
+        if self._doubt:
+            held = own_tensors(optimizer)
+            if shares_memory(held, self.in_order()):
+                self._give_up(_WRITES)
+            elif has_half(self.in_order()):
+                self._own = [(each, each.dtype) for each in held]
+                for each in held:
+                    each.data = each.data.float()
+        if any(group.get("differentiable") for group in optimizer.param_groups):
+            self._give_up(_DIFFERENTIATES)
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, which must be alive: nothing of ours keeps it so."""
+        return self._optimizer()
 
     def name_after(self, *models: nn.Module) -> None:
         """Makes masters, saved by the names that `models` have for the parameters."""
@@ -105,26 +160,33 @@ class Masters:
             self._reduced |= {id(p) for p in compat.reduced_by_ddp(model)}
         self.refresh()
 
+    def serve(self, outer: Optimizer) -> None:
+        """Has an optimizer round this one compute with masters, too: Lookahead."""
+        if all(known() is not outer for known in self._outer):
+            self._outer.append(weakref.ref(outer))
+            self._surround(outer, ["step", *methods_of(outer)])
+            for param in self.params:
+                _cast_state(outer, param, torch.float32)
+
     def keep_half(self, params: Iterable[torch.Tensor]) -> None:
         """Leaves the gradients of `params` in their own dtype until a step."""
         self._reduced |= {id(p) for p in params}
 
     def widen(self) -> None:
-        """Casts gradients that were reduced in half precision to fp32.
+        """Casts gradients that are in half precision to fp32.
 
         A GradScaler takes no others, and unscaled ones may be too small for fp16.
         """
-        grads = [(p, p.grad) for p in self.params]
-        half = [p for p, grad in grads if grad is not None and has_masters(grad.dtype)]
-        self._widened += half
-        for param in half:
-            compat.accumulate_in(param, torch.float32)
+        for param in self.params:
+            grad = param.grad
+            if grad is not None and has_masters(grad.dtype):
+                param.grad = grad.float()
 
     def narrow(self) -> None:
         """Undoes `widen`, before gradients are reduced again."""
-        for param in self._widened:
-            compat.accumulate_in(param, param.dtype)
-        self._widened.clear()
+        for param in self.params if self._reduced else ():
+            if id(param) in self._reduced and param.grad is not None:
+                param.grad = param.grad.to(param.dtype)
 
     @property
     def bytes(self) -> int:
@@ -139,6 +201,7 @@ class Masters:
 
     def values(self) -> dict[torch.Tensor, torch.Tensor]:
         """Each parameter with its master, or with a copy of its split master."""
+        self.settle()
         self.refresh()
         found = dict(self.of)
         for chunk in self.chunks:
@@ -154,16 +217,71 @@ class Masters:
 
         The user's own hooks round the step see the parameters.
         """
-        self._settle()
+        if self._open is not None or self.cannot:
+            return step(*args, **kwargs)
+        self.settle()
         self._order_hooks()
-        self._runs = True
         try:
-            with compat.eagerly(step):
+            with compat.eagerly(step), self._running(self._doubt):
                 return step(*args, **kwargs)
+        except DifferentiatesError:
+            why = _DIFFERENTIATES
+        except (RuntimeError, TypeError) as error:
+            # A step that knows nothing of masters may compute with a weight's dtype.
+            if not self._is_as_it_was:
+                raise
+            first = str(error).partition("\n")[0]
+            why = f"its step raised {first!r} with them"
+        return self._without(why, step, args, kwargs)
+
+    def _without(
+        self,
+        why: str,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Takes a step without masters, which are given up if the step succeeds."""
+        kept = dict(self.of), dict(self.optimizer.state)
+        states = {p: dict(s) for p, s in kept[1].items() if isinstance(s, dict)}
+        self._let_go()
+        self.cannot = why
+        try:
+            made = step(*args, **kwargs)
+        except BaseException:
+            self.cannot = ""
+            for param, state in states.items():
+                kept[1][param].update(state)
+            for param in kept[0]:
+                self._prepare(param)
+            self.of = kept[0]
+            raise
+        finally:
+            self._depth = 0
+        self._give_up(why)
+        return made
+
+    @contextlib.contextmanager
+    def _running(self, doubt: bool) -> Iterator[None]:
+        """A region at whose end the parameters are put back, even if a step raises.
+
+        Args:
+            doubt: whether code in the region may differentiate.
+        """
+        self._runs, self._is_as_it_was = True, doubt
+        try:
+            yield
+        except BaseException:
+            if self._open is not None:
+                self._is_as_it_was &= not self._open.written
+                self._open.end(over=False)
+            raise
         finally:
             self._runs = False
             self._depth = 0
             self._take_out()
+
+    # -- which parameters have masters ---------------------------------------------
 
     def refresh(self) -> None:
         """Makes masters for trained parameters that have none; other masters follow.
@@ -173,35 +291,34 @@ class Masters:
         one by one, by their bits (a NaN is not equal to itself, and -0 is equal to 0),
         without a wait for the device.
         """
-        params = self._params()
+        if self.cannot:
+            return
+        params = self.in_order()
         splits = self._split and body_of(self.optimizer) is not None
-        ids = [*map(id, params)]
-        if ids != self._ids or not splits:
-            self._ids, held = ids, set(ids)
-            for chunk in [*self.chunks]:
-                if not splits or any(id(p) not in held for p in chunk.params):
-                    self._make_whole(chunk)
-        for chunk in [each for each in self.chunks if not each.fits()]:
-            self._make_whole(chunk)
+        self._whole_where_changed(params, splits)
         split = {id(p) for chunk in self.chunks for p in chunk.params}
         params = [p for p in params if id(p) not in split]
         made: dict[torch.Tensor, torch.Tensor] = {}
         new, bare = [], []
+        carried = self._carried()
         try:
             for param in params:
                 master: torch.Tensor | None = self.of.get(param)
-                if not has_masters(param.dtype):
+                if master is not None and has_masters(master.dtype):
+                    made[param] = master  # a step round this one has exchanged them
+                elif not has_masters(param.dtype):
                     _hand_over(master, param.detach())
                 elif master is not None and master.shape == param.shape:
                     follow(master, param.detach())
                     made[param] = master
-                elif param.requires_grad:
+                elif param.requires_grad and param.is_leaf:
                     new.append(param)
                     self._prepare(param)
-                    if splits and can_split(param) and not self._is_shared(param):
+                    can = splits and can_split(param) and id(param) not in carried
+                    if can and not self._is_shared(param):
                         bare.append(param)
                     else:
-                        made[param] = self._made(param)
+                        made[param] = self._made(param, carried.get(id(param), {}))
             whole = [p for p in made if p not in _whole and can_split(p)]
             cut = splits and is_elementwise(self.optimizer)
             chunks = [Chunk(each, cut=cut) for each in chunks_of(bare)]
@@ -217,10 +334,27 @@ class Masters:
             made.pop(param, None)
             _shared.pop(param, None)
             _splitter[param] = weakref.ref(self)
+        for param in self.of.keys() - made.keys() - {*self.params}:
+            self._unhook(param)
         self.of = made
 
+    def _whole_where_changed(self, params: list[torch.Tensor], splits: bool) -> None:
+        """Gives whole masters to chunks whose parameters are others than they were."""
+        ids = [*map(id, params)]
+        if ids != self._ids or not splits:
+            self._ids, held = ids, set(ids)
+            for chunk in [*self.chunks]:
+                if not splits or any(id(p) not in held for p in chunk.params):
+                    self._make_whole(chunk)
+        for chunk in [each for each in self.chunks if not each.fits()]:
+            self._make_whole(chunk)
+
+    def make_whole(self) -> None:
+        """Gives all parameters whole fp32 masters, at least until a step."""
+        for chunk in [*self.chunks]:
+            self._make_whole(chunk)
+
     def _make_whole(self, chunk: Chunk) -> None:
-        """Gives the parameters of `chunk` whole fp32 masters, at least until a step."""
         values = chunk.values()
         self.chunks.remove(chunk)
         chunk.let_go()
@@ -244,12 +378,59 @@ class Masters:
         _whole[param] = True
         return True
 
+    def _made(
+        self, param: torch.Tensor, carried: Mapping[Any, torch.Tensor]
+    ) -> torch.Tensor:
+        """A whole master for `param`, or the one that another optimizer steps.
+
+        Args:
+            carried: what a checkpoint had of the parameter in fp32, with its state.
+        """
+        shared = _shared.get(param)
+        master: torch.Tensor | None = None if shared is None else shared()
+        if master is None or master.shape != param.shape:
+            value = param.detach().float()
+            digits = carried.get(KEY_BESIDE)
+            if digits is not None and digits.shape == value.shape:
+                value = digits.to(value.device, torch.float32, copy=True)
+            master = nn.Parameter(value)
+        follow(master, param.detach())
+        state = self.optimizer.state.get(param, {})
+        for key, value in carried.items():
+            now = state.get(key)
+            if isinstance(now, torch.Tensor) and now.shape == value.shape:
+                state[key] = value.to(now.device, copy=True)
+                # It was rounded when it was loaded; what has changed since, stays.
+                follow(state[key], now.to(param.dtype))
+        _shared[param] = weakref.ref(master)
+        return master
+
+    def _carried(self) -> dict[int, dict[Any, torch.Tensor]]:
+        """What was loaded before there were masters, by the parameters' ids."""
+        group = self.optimizer.param_groups[0] if self.optimizer.param_groups else {}
+        kept = group.pop(KEY_CARRIED, None) or {}
+        params = self.in_order()
+        return {id(params[at]): kept[at] for at in kept if at < len(params)}
+
     def release(self) -> None:
         """Takes the masters away.  The parameters stay in half precision."""
+        self.settle()
         self._before.remove()
         self._after.remove()
-        self.optimizer.__dict__.pop("__deepcopy__", None)
-        self._settle()
+        for holder, name, value in self._set:
+            own = vars(holder() or self)
+            if own.get(name) is value:
+                del own[name]
+        count = len(self.params)
+        self._let_go()
+        if count:
+            logger.info(
+                "autoamp: the fp32 masters of %d parameters are gone; the weights stay "
+                "what they were rounded to",
+                count,
+            )
+
+    def _let_go(self) -> None:
         params = self.params
         for chunk in self.chunks:
             chunk.let_go()
@@ -257,19 +438,56 @@ class Masters:
         for param in params:
             _splitter.pop(param, None)
             self._put_back(param)
-        if params:
-            logger.info(
-                "autoamp: the fp32 masters of %d parameters are gone; the weights stay "
-                "what they were rounded to",
-                len(params),
-            )
+        for tensor, dtype in self._own:
+            tensor.data = tensor.data.to(dtype)
+        self._own = []
+
+    def _give_up(self, why: str) -> None:
+        """Leaves the optimizer its half-precision weights, for a reason that is said.
+
+        The hooks stay: torch may be going through them.
+        """
+        self.cannot = why
+        self._let_go()
+        logger.warning(
+            "autoamp: the half-precision weights of %s have no fp32 masters, and small "
+            "updates are rounded away: %s",
+            class_name(self.optimizer),
+            why,
+        )
+
+    def _prepare(self, param: torch.Tensor) -> None:
+        """Has a parameter's gradients and state be fp32 from now on."""
+        if id(param) in self._reduced:
+            self._say_half("DistributedDataParallel reduces them in that")
+        elif compat.is_distributed(param) or compat.is_flattened(param):
+            self._say_half("FSDP reduces them, and gives them in that")
+        else:
+            self._hooks[param] = compat.widen_gradients(param)
+        for each in (self._optimizer, *self._outer):
+            _cast_state(each(), param, torch.float32)
 
     def _put_back(self, param: torch.Tensor) -> None:
         """Has a parameter without a master hold gradients and state of its dtype."""
-        compat.accumulate_in(param, param.dtype)
-        state = self.optimizer.state.get(param)
-        if state is not None:  # in the dtype of `Optimizer.load_state_dict`
-            self.optimizer.state[param] = in_dtype(state, param.dtype)
+        self._unhook(param)
+        compat.keep_gradients_narrow(param)
+        for each in (self._optimizer, *self._outer):
+            _cast_state(each(), param, param.dtype)
+
+    def _unhook(self, param: torch.Tensor) -> None:
+        handle = self._hooks.pop(param, None)
+        if handle is not None:
+            handle.remove()
+
+    def _say_half(self, why: str) -> None:
+        if not self._said:
+            self._said = True
+            logger.warning(
+                "autoamp: gradients of half-precision parameters of the %s stay in "
+                "their own dtype until it steps: %s",
+                class_name(self.optimizer),
+                why,
+            )
 
     # -- round a step --------------------------------------------------------------
 
@@ -278,12 +496,18 @@ class Masters:
         self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Torch's hook before a step, with the optimizer itself as `args[0]`."""
-        self._settle()
+        self.settle()
         self._depth += 1
-        if self._depth > 1:  # the `super().step()` of a step
+        # The `super().step()` of a step, or the step of a method of the optimizer's.
+        if self._depth > 1 or self._open is not None:
+            return None
+        grads = [p.grad for p in self.params] if self._doubt else []
+        if any(grad is not None and grad.requires_grad for grad in grads):
+            self._give_up(_DIFFERENTIATES)
+        if self.cannot:
             return None
         if not self._runs:  # the step began before its optimizer was met
-            # Torch fires no hook after a step that raises: `_settle` looks whether this
+            # Torch fires no hook after a step that raises: `settle` looks whether this
             # frame is still on the stack.
             self._frame = sys._getframe(1)
             # A `zero_grad` after a step that has raised would zero the masters'
@@ -302,7 +526,7 @@ class Masters:
 
     def _exit(self, *_: Any) -> None:
         self._depth -= 1
-        if self._depth <= 0:
+        if self._depth <= 0 and not self._runs:
             self._end()
 
     def _end(self) -> None:
@@ -312,7 +536,7 @@ class Masters:
             del self.optimizer.__dict__["zero_grad"]
         self._take_out()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Ends a step that has raised, and for which `run` did not stand."""
         frame: types.FrameType | None = sys._getframe(1)
         while self._frame is not None and frame is not self._frame:
@@ -322,7 +546,7 @@ class Masters:
             frame = frame.f_back
 
     def _zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        self._settle()
+        self.settle()
         type(self.optimizer).zero_grad(self.optimizer, *args, **kwargs)
 
     def _order_hooks(self) -> None:
@@ -334,12 +558,13 @@ class Masters:
     def _outside(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Wraps `closure`: its forward and backward need the parameters in place."""
 
-        def evaluate() -> Any:
-            if self._given is None:
-                return closure()
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            self._is_as_it_was = False
+            if self._open is None:
+                return closure(*args, **kwargs)
             self._take_out(over=False)
             try:
-                return closure()
+                return closure(*args, **kwargs)
             finally:
                 self.refresh()
                 self._put_in()
@@ -379,20 +604,16 @@ class Masters:
     def _step_chunk(self, chunk: Chunk, body: Callable[..., Any]) -> None:
         """Steps one chunk, by an optimizer of the same class, settings and state."""
         chunk.open()
-        pairs = [*zip(chunk.params, chunk.masters, strict=True)]
-        given = _give(pairs)
-        state = self.optimizer.state
-        own = {master: state[param] for param, master in pairs if param in state}
-        by_id = {id(param): master for param, master in pairs}
-        part = part_of(self.optimizer, by_id, own)
+        optimizer = self.optimizer
+        part = part_of(optimizer, {id(p): p for p in chunk.params}, optimizer.state)
         try:
-            body(part)
+            opened = Exchange(zip(chunk.params, chunk.masters, strict=True))
+            try:
+                body(part)
+            finally:
+                opened.end(rounds=False)
         finally:
             chunk.close()
-            _take(pairs, given)
-            for param, master in pairs:
-                if master in part.state:
-                    state[param] = part.state[master]
 
     def _step_cut(self, chunk: Chunk, body: Callable[..., Any]) -> None:
         """Steps one large weight piece by piece, as an elementwise optimizer may."""
@@ -408,23 +629,40 @@ class Masters:
             (master,) = chunk.masters
             master.grad = in_order(grad)[start:stop].float()
             own = {k: _cut(v, param, start, stop) for k, v in before.items()}
-            part = part_of(
-                self.optimizer, {id(param): master}, {master: own} if before else {}
-            )
+            states = defaultdict(dict, {master: own} if before else {})
+            part = part_of(self.optimizer, {id(param): master}, states)
             try:
                 body(part)
             finally:
                 master.grad = None  # a view would hold the whole gradient
                 chunk.close(piece)
-                for key, value in part.state.get(master, {}).items():
+                for key, value in states.get(master, {}).items():
                     after[key] = _put(value, after.get(key), param, start, stop)
         if after:
             state[param] = after
         torch.autograd.graph.increment_version(param)
 
     def _put_in(self) -> None:
-        self._given = _give(self.of.items())
-        self._exchange(self.of)
+        if self.cannot:
+            return
+        try:
+            # The function that looks stays on torch's stack until it is taken off,
+            # which nobody does for a step that has raised.
+            watched = self._is_as_it_was
+            self._open = Exchange(
+                self.of.items(),
+                doubt=self._doubt,
+                differentiates=self._differentiates if watched else None,
+            )
+        except RuntimeError as error:
+            self._give_up(str(error).partition("\n")[0])
+
+    def _differentiates(self) -> None:
+        """Ends a step, or at least the exchange, that is about to differentiate."""
+        assert self._open is not None, "only an exchange looks"
+        if self._is_as_it_was and not self._open.written:
+            raise DifferentiatesError
+        self._open.end(over=False)
 
     def _take_out(self, over: bool = True) -> None:
         """Puts the parameters back, with the masters' values rounded into them.
@@ -432,181 +670,165 @@ class Masters:
         Args:
             over: whether the step has ended, not just its closure begun.
         """
-        given, self._given = self._given, None
-        if given:
-            self._exchange({master: param for param, master in self.of.items()})
-            with torch.no_grad():
-                # All are copied: a write through `.data` leaves no trace.
-                halves = [compat.local_part(param.data) for param in self.of]
-                masters = [compat.local_part(master) for master in self.of.values()]
-                compat.copy_all(halves, masters)
-            _take(self.of.items(), given, over)
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.end(over)
+            if opened.overwritten:
+                self._give_up(_WRITES)
+            elif opened.accumulated:
+                self._give_up(_DIFFERENTIATES)
         if over:
             lists, self._lists = self._lists, []
             for params, before in lists:
                 params[:] = before
 
-    def _exchange(self, pairs: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Puts the second of each pair where the first is, in the same containers."""
-        for group in self.optimizer.param_groups:
-            # The list stays the same object, which other code may hold.
-            group["params"][:] = [pairs.get(p, p) for p in group["params"]]
-        state = self.optimizer.state
-        items = [(pairs.get(key, key), value) for key, value in state.items()]
-        state.clear()
-        state.update(items)
+    # -- methods of the optimizer that compute with its parameters -----------------
 
-    # -- saved state ---------------------------------------------------------------
+    def _put_on(self, holder: Optimizer, name: str, value: Any) -> None:
+        holder.__dict__[name] = value
+        self._set.append((weakref.ref(holder), name, value))
 
-    def save(self, state: dict[str, Any]) -> None:
-        """Puts the masters into the optimizer's `state`, by the parameters' names.
+    def _surround(self, holder: Optimizer, names: Iterable[str]) -> None:
+        """Has methods of an optimizer run with the masters in the parameters' places.
 
-        Each master is also put beside its parameter's state.  The tools of
-        `torch.distributed.checkpoint` keep nothing else: they save, shard and name such
-        an entry as they do a moment.
+        A method that an instance has of its own is left alone.
         """
-        self._settle()
-        values = {p: value.detach() for p, value in self.values().items()}
-        state[KEY] = self._named(values)
-        for index, param in self._saved_as(state):
-            if param in values:
-                own = {KEY_BESIDE: values[param]}
-                state["state"][index] = state["state"].get(index, {}) | own
+        for name in names:
+            if name not in vars(holder):
+                self._put_on(holder, name, _surrounded(self, holder, name))
 
-    def check(self, saved: Any) -> None:
-        """Raises CheckpointError where the masters in `saved` state do not fit."""
-        self._settle()
-        if saved.get(KEY) is not None:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def call(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a method of the optimizer that may compute with the parameters."""
+        plain = method.__name__ in self._plain or self.cannot
+        if self._open is not None or self._depth or plain:
+            return method(*args, **kwargs)
+        self.settle()
+        self.refresh()
+        self.make_whole()
+        given = tuple(self._outside(a) if _is_closure(a) else a for a in args)
+        try:
+            with self._running(True):
+                self._put_in()
+                made = method(*given, **kwargs)
+                # No more is written to than torch has counted, as in a plain call.
+                self._take_out(over=False)
+                return made
+        except DifferentiatesError:
+            self._plain.add(method.__name__)
+        except (RuntimeError, TypeError):
+            if not self._is_as_it_was:
+                raise
+            self._plain.add(method.__name__)
+        finally:
             self.refresh()
-            _check_masters(saved[KEY], self._named({p: p for p in self.params}))
-
-    def load(self, saved: Any) -> None:
-        """Takes over the masters of `saved` state, and its optimizer state in fp32.
-
-        Torch has just cast the optimizer state to the parameters' half dtype.
-        """
-        # The masters are whole until the next step: the weights that they are rounded
-        # to may be loaded after them.
-        for chunk in [*self.chunks]:
-            self._make_whole(chunk)
-        by_name, named = saved.get(KEY), self._named(self.of)
-        with torch.no_grad():
-            for name, value in (by_name or {}).items():
-                named[name].data.copy_(value)
-        for index, param in self._saved_as(saved):
-            state, now = saved["state"].get(index), self.optimizer.state.get(param)
-            if param not in self.of or state is None:
-                continue
-            if by_name is None and KEY_BESIDE in state:
-                self.of[param].data.copy_(state[KEY_BESIDE])
-            if now is not None:
-                self.optimizer.state[param] = _restored(now, state)
-
-    def _saved_as(self, saved: Mapping[str, Any]) -> list[tuple[Any, torch.Tensor]]:
-        """Each parameter with the index of its state in `saved`."""
-        ids = [i for group in saved["param_groups"] for i in group["params"]]
-        return [*zip(ids, self._params(), strict=True)]
+        return method(*args, **kwargs)
 
     # -- helpers -------------------------------------------------------------------
 
-    def _params(self) -> list[torch.Tensor]:
+    def in_order(self) -> list[torch.Tensor]:
+        """The optimizer's parameters, by their positions in its saved state."""
         return [p for g in self.optimizer.param_groups for p in g["params"]]
 
-    def _made(self, param: torch.Tensor) -> torch.Tensor:
-        """A whole master for `param`, or the one that another optimizer steps."""
-        shared = _shared.get(param)
-        master: torch.Tensor | None = None if shared is None else shared()
-        if master is not None and master.shape == param.shape:
-            follow(master, param.detach())
-        else:
-            master = nn.Parameter(param.detach().float())
-        _shared[param] = weakref.ref(master)
-        return master
-
-    def _prepare(self, param: torch.Tensor) -> None:
-        """Has a parameter's gradients and state be fp32 from now on."""
-        if id(param) in self._reduced:
-            self._say_half("DistributedDataParallel reduces them in that")
-        elif compat.is_distributed(param) or compat.is_flattened(param):
-            self._say_half("FSDP reduces them, and gives them in that")
-        else:
-            compat.accumulate_in(param, torch.float32)
-        state = self.optimizer.state.get(param)
-        if state is not None:
-            # A checkpoint's master, which was rounded when there was no master here.
-            state.pop(KEY_BESIDE, None)
-            self.optimizer.state[param] = in_dtype(state, torch.float32)
-
-    def _say_half(self, why: str) -> None:
-        if not self._said:
-            self._said = True
-            logger.warning(
-                "autoamp: gradients of half-precision parameters of the %s stay in "
-                "their own dtype until it steps: %s",
-                class_name(self.optimizer),
-                why,
-            )
-
-    def _named(self, of: Mapping[torch.Tensor, Any]) -> dict[str, torch.Tensor]:
+    def named(self, of: Mapping[torch.Tensor, Any]) -> dict[str, torch.Tensor]:
         """The values `of` by the names of the parameters that are their keys.
 
-        A name in two models means the first model's parameter.
+        Wrappers add nothing to a name.  A name in two models means the first model's
+        parameter.
         """
         named: dict[str, torch.Tensor] = {}
         without = dict.fromkeys(of)
         for known in self._models:
             model = known()
-            for name, param in () if model is None else model.named_parameters():
+            for name, param in () if model is None else compat.own_names(model):
                 if param in without and name not in named:
                     del without[param]
                     named[name] = of[param]
-        for index, held in enumerate(self._params()):
+        for index, held in enumerate(self.in_order()):
             if held in without:
                 named[f"{_UNNAMED}{index}"] = of[held]
         return named
 
-    def _deepcopy(self, memo: dict[int, Any]) -> Any:
-        logger.info(
-            "autoamp: a copy of an optimizer has no fp32 masters; "
-            "autoamp.convert(model, optimizer) makes new ones, of the half weights"
-        )
-        own = self.optimizer.__dict__
-        del own["__deepcopy__"]
-        try:
-            return copy.deepcopy(self.optimizer, memo)
-        finally:
-            own["__deepcopy__"] = self._deepcopy
+    def carried(
+        self, values: Mapping[torch.Tensor, torch.Tensor]
+    ) -> dict[int, dict[Any, torch.Tensor]]:
+        """The masters, with the state in fp32, by the parameters' positions.
+
+        Of sharded parameters nothing: their state is saved by tools of their own.
+
+        Args:
+            values: the master of each parameter.
+        """
+        found = {}
+        for index, param in enumerate(self.in_order()):
+            sharded = compat.is_distributed(param) or compat.is_flattened(param)
+            if param not in values or sharded:
+                continue
+            state = self.optimizer.state.get(param)
+            found[index] = {KEY_BESIDE: values[param].detach()} | {
+                key: value
+                for key, value in (state.items() if isinstance(state, dict) else ())
+                if isinstance(value, torch.Tensor) and value.is_floating_point()
+                if key != "step"
+            }
+        return found
+
+    def _reduced_to(self, protocol: Any) -> Any:
+        """What a pickle or a deep copy of the optimizer is made of, as `__reduce_ex__`.
+
+        The masters are carried along until there are masters of the copy.
+        """
+        kind: Any = type(self.optimizer)
+        made = kind.__reduce_ex__(self.optimizer, protocol)
+        held = made[2] if len(made) > 2 and isinstance(made[2], dict) else {}
+        if not (self.params and held.get("param_groups") and "state" in held):
+            return made
+        first, *rest = held["param_groups"]
+        carried = self.carried(self.values())
+        state = defaultdict(dict, held["state"])
+        for param in self.params:
+            if param in state:
+                state[param] = in_dtype(state[param], param.dtype)
+        groups = [{**first, KEY_CARRIED: carried}, *rest]
+        return (*made[:2], {**held, "param_groups": groups, "state": state}, *made[3:])
 
 
-_Pairs = Collection[tuple[torch.Tensor, torch.Tensor]]
-"""Parameters, each with its master."""
+def _end(known: weakref.ref[Masters]) -> None:
+    masters = known()
+    if masters is not None:
+        masters._let_go()
 
 
-def _give(pairs: _Pairs) -> _Given:
-    """Gives each parameter's marks and gradient, in fp32, to the master."""
-    given: _Given = []
-    for param, master in pairs:
-        if param.__dict__:  # marks that some optimizers look for
-            master.__dict__.update(param.__dict__)
-        grad = param.grad
-        # DDP and FSDP reduce gradients in the parameters' dtype.
-        if grad is not None and grad.dtype != torch.float32:
-            grad = grad.float()
-        master.grad = grad
-        given.append((grad, compat.version(master)))
-    return given
+def _is_torchs(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.partition(".")[0] == "torch"
 
 
-def _take(pairs: _Pairs, given: _Given, over: bool = True) -> None:
-    """Takes the gradients back, and counts writes to masters as the parameters'."""
-    for (param, master), (grad, version) in zip(pairs, given, strict=True):
-        if compat.version(master) != version or (over and grad is not None):
-            # A write through `.data` moves no version counter, and a backward over a
-            # graph that has saved the weight must raise, as after any other step.
-            torch.autograd.graph.increment_version(param)
-        if master.grad is not grad:
-            param.grad = master.grad
-        master.grad = None
+def _is_closure(value: Any) -> bool:
+    return isinstance(value, (types.FunctionType, types.MethodType, functools.partial))
+
+
+def _weakly(method: Any) -> Callable[..., Any]:
+    """A method as a function that does not keep the method's object alive."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return weak()(*args, **kwargs)  # type: ignore[misc]
+
+    return call
+
+
+def _surrounded(masters: Masters, holder: Optimizer, name: str) -> Callable[..., Any]:
+    """The method of an optimizer's class, called with the masters in place."""
+    function = getattr(type(holder), name)
+    known, own = weakref.ref(masters), weakref.ref(holder)
+
+    @functools.wraps(function)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        bound = types.MethodType(function, own())
+        now = known()
+        return bound(*args, **kwargs) if now is None else now.call(bound, args, kwargs)
+
+    return method
 
 
 def _cut(value: Any, param: torch.Tensor, start: int, stop: int) -> Any:
@@ -636,49 +858,30 @@ def _put(value: Any, whole: Any, param: torch.Tensor, start: int, stop: int) -> 
 
 
 def _hand_over(master: torch.Tensor | None, value: torch.Tensor) -> None:
-    """Gives a weight that was made fp32 the master's digits, where none wrote to it."""
-    if master is None or value.dtype != master.dtype or value.shape != master.shape:
+    """Gives a weight that was made fp32 or fp64 the master's digits.
+
+    A weight that other code has written to stays as it is.
+    """
+    if master is None or value.shape != master.shape or not value.is_floating_point():
         return
     digits, value = compat.local_part(master.detach()), compat.local_part(value)
     digits = digits.to(value.device)
     # Nobody remembers in which of the half dtypes the weight was.
     for half in LOW_DTYPES.values():
-        rounded = digits.to(half).float()
+        rounded = digits.to(half).to(value.dtype)
         if torch.equal(rounded, value):
             value.copy_(digits)
 
 
-def _check_masters(saved: Any, named: Mapping[str, torch.Tensor]) -> None:
-    """Raises CheckpointError where masters `saved` do not fit the masters `named`."""
-    if not isinstance(saved, dict):
-        raise CheckpointError(
-            f"{KEY!r} of the saved optimizer state is a {type(saved).__name__}, not a "
-            "dictionary of tensors by parameter name"
-        )
-    problems = [f"missing {name}" for name in named if name not in saved]
-    problems += [f"extra {name}" for name in saved if name not in named]
-    for name, value in saved.items():
-        if not _is_dense_float(value):
-            problems.append(f"{name} is no dense float tensor")
-        elif name in named and value.shape != named[name].shape:
-            shapes = tuple(value.shape), tuple(named[name].shape)
-            problems.append(f"{name} is {shapes[0]}, here it is {shapes[1]}")
-    if problems:
-        raise CheckpointError(
-            f"the fp32 masters in the saved optimizer state ({KEY!r}) do not fit: "
-            f"{'; '.join(problems)}. Nothing was loaded. Load it into the optimizer of "
-            f"the model it was saved with, or remove state[{KEY!r}] to begin with the "
-            "half-precision weights"
-        )
-
-
-def _is_dense_float(value: Any) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.is_floating_point()
-        and value.layout == torch.strided
-        and value.device.type != "meta"
-    )
+def _cast_state(optimizer: Any, param: torch.Tensor, dtype: torch.dtype) -> None:
+    """Casts an optimizer's state of one parameter."""
+    state = getattr(optimizer, "state", {}).get(param)
+    if isinstance(state, dict):
+        # A checkpoint's master, which was rounded when there was no master here.
+        state.pop(KEY_BESIDE, None)
+        state.update(in_dtype(state, dtype))
+    elif state is not None:
+        optimizer.state[param] = in_dtype(state, dtype)
 
 
 def in_dtype(state: Any, dtype: torch.dtype, key: Any = None) -> Any:
@@ -693,26 +896,3 @@ def in_dtype(state: Any, dtype: torch.dtype, key: Any = None) -> Any:
     if isinstance(state, torch.Tensor) and state.is_floating_point() and key != "step":
         return state.to(dtype)
     return state
-
-
-def _restored(now: Any, saved: Any, key: Any = None) -> Any:
-    """State as it is `now`, its float tensors replaced by the `saved` ones in fp32."""
-    if isinstance(now, dict) and isinstance(saved, dict):
-        return {k: _restored(v, saved.get(k), k) for k, v in now.items()}
-    if isinstance(now, (list, tuple)) and isinstance(saved, (list, tuple)):
-        return type(now)(map(_restored, now, saved))
-    if isinstance(saved, torch.Tensor) and saved.is_floating_point() and key != "step":
-        return saved.to(now.device, torch.float32)
-    return now
-
-
-def without_masters(saved: Mapping[str, Any]) -> dict[Any, Any]:
-    """The state of each parameter in `saved`, without the masters beside it."""
-    found = {}
-    for key, state in saved["state"].items():
-        rest = state
-        if isinstance(state, dict) and KEY_BESIDE in state:
-            rest = {k: v for k, v in state.items() if k != KEY_BESIDE}
-        if rest or not state:
-            found[key] = rest
-    return found

@@ -1,4 +1,4 @@
-"""The meter of updates: which share of what an optimizer means half weights make."""
+"""The meter of updates: which share of them moves half weights without masters."""
 
 from __future__ import annotations
 
@@ -60,29 +60,26 @@ def by_kind(model: nn.Module) -> dict[str, UpdateShare]:
     return {each.kind: each for each in shares_of(model)}
 
 
-def test_it_is_the_update_made_over_the_update_meant() -> None:
+def test_it_is_the_share_of_numbers_with_a_gradient_that_move() -> None:
     model = net()
-    rate = 1.0
-    optimizer = optim.SGD(model.parameters(), lr=rate)
+    optimizer = optim.SGD(model.parameters(), lr=1.0)
     each_step(optimizer)
-    made: dict[str, list[float]] = {}
-    for _ in range(6):
-        before = {n: p.detach().double() for n, p in model.named_parameters()}
+    counts: dict[str, list[int]] = {}
+    for step in range(6):
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
         train(model, optimizer, 1)
         for name, param in model.named_parameters():
             assert param.grad is not None
-            meant = -rate * param.grad.double()
-            moved = param.detach().double() - before[name]
-            sums = made.setdefault(name, [0.0, 0.0, 0.0])
-            if sums[2]:  # the first step is not looked at
-                sums[0] += (moved * meant).sum().item()
-                sums[1] += (meant * meant).sum().item()
-            sums[2] = 1.0
+            meant = param.grad != 0
+            if step:  # the first step is not looked at
+                sums = counts.setdefault(name, [0, 0])
+                sums[0] += int((meant & (param != before[name])).sum())
+                sums[1] += int(meant.sum())
     found = by_kind(model)
     for kind, name in (("norm", "2.weight"), ("embedding", "0.weight")):
-        wanted = made[name][0] / made[name][1]
-        assert found[kind].share == pytest.approx(wanted, rel=1e-4)
-        assert 0 < wanted != 1, "some of the update is lost, or too much is made"
+        moved, meant_ = counts[name]
+        assert found[kind].share == moved / meant_
+    assert 0 < found["norm"].share < 1
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -95,7 +92,6 @@ def test_each_kind_of_weights(dtype: torch.dtype) -> None:
     found = by_kind(model)
     counts = {kind: each.weights for kind, each in found.items()}
     assert counts == {"norm": 1, "embedding": 1, "other": 2, "bias": 3}
-    assert not any(each.masters for each in found.values())
     assert {each.dtype for each in found.values()} == {
         "bf16" if dtype == BF16 else "fp16"
     }
@@ -103,20 +99,12 @@ def test_each_kind_of_weights(dtype: torch.dtype) -> None:
         assert found["norm"].share < 0.01 < found["bias"].share
 
 
-@pytest.mark.parametrize("masters", ["split", "fp32"])
-def test_masters_keep_what_half_weights_would_lose(masters: Any) -> None:
-    plain = net()
-    of_plain = optim.AdamW(plain.parameters(), lr=RATE)
-    each_step(of_plain)
-    train(plain, of_plain)
+@pytest.mark.parametrize("masters", ["split", "off"])
+def test_only_weights_without_masters_are_measured(masters: Any) -> None:
     model = net()
     optimizer = optim.AdamW(model.parameters(), lr=RATE)
     autoamp.convert(model, optimizer, masters=masters)
-    each_step(optimizer)
-    train(model, optimizer)
-    for kind, each in by_kind(model).items():
-        assert each.masters
-        assert each.share == pytest.approx(by_kind(plain)[kind].share, abs=0.15)
+    assert (optimizer in METERS) == (masters == "off")
 
 
 @pytest.mark.parametrize(
@@ -146,31 +134,17 @@ def test_a_look_changes_nothing(make: Any, scaled: bool) -> None:
         assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
 
 
-def test_weights_of_other_dtypes_and_other_optimizers_are_not_measured() -> None:
+def test_weights_of_other_dtypes_are_not_measured() -> None:
     model = net(torch.float32)
     optimizer = optim.AdamW(model.parameters())
     each_step(optimizer)
     train(model, optimizer, 4)
     assert not shares_of(model)
-    half = net()
-    many = optim.LBFGS(half.parameters(), lr=1e-3, max_iter=1)
-    each_step(many)
-    x = torch.arange(16)
-
-    def closure() -> Tensor:
-        many.zero_grad()
-        loss = nn.functional.cross_entropy(half(x).float(), x)
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        many.step(closure)
-    assert not shares_of(half)
 
 
 def test_large_weights_are_cut_and_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meter, "_CUT", 64)
-    monkeypatch.setattr(meter, "CHUNK", 200)
+    monkeypatch.setattr(meter, "_MOST", 200)
     model = net()
     optimizer = optim.AdamW(model.parameters(), lr=RATE)
     looks = each_step(optimizer)
@@ -201,11 +175,12 @@ def test_looks_take_one_percent_of_the_time(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(meter.time, "perf_counter", lambda: now[0])
     looked: list[float] = []
 
-    def look(self: UpdateMeter, *_: Any) -> None:
+    def look(self: UpdateMeter, *_: Any) -> list[Tensor]:
         looked.append(now[0])
         now[0] += 3.0
+        return []
 
-    monkeypatch.setattr(UpdateMeter, "_look", look)
+    monkeypatch.setattr(UpdateMeter, "_chosen", look)
     model = net()
     optimizer = optim.SGD(model.parameters(), lr=RATE)
     UpdateMeter(optimizer)
@@ -257,17 +232,13 @@ def test_the_report_says_it(masters: Any) -> None:
     else:
         each_step(optimizer)
     train(model, optimizer, 6)
-    kept = masters == "split"
     report = autoamp.report(model)
-    assert report.updates[0].kind == "norm"
-    assert (report.updates[0].share, bool(report.updates[0].masters)) == (0, kept)
+    if masters == "split":
+        assert not report.updates
+        return
+    assert (report.updates[0].kind, report.updates[0].share) == ("norm", 0)
     text = " ".join(str(report).split())
-    if kept:
-        says(text, "100% of the updates of 1 norm weight", "masters keep them")
-    else:
-        says(
-            text, "100% of the updates of 1 norm weight", option="AUTOAMP_MASTERS=split"
-        )
+    says(text, "100% of the updates of 1 norm weight", option="AUTOAMP_MASTERS=split")
 
 
 def test_bench_says_what_half_weights_lose() -> None:
@@ -279,9 +250,8 @@ def test_bench_says_what_half_weights_lose() -> None:
     assert not next(row for row in found.rows if row.kind == "fp32").updates
 
 
-@pytest.mark.parametrize("part", ["_look", "_add"])
 def test_a_look_that_fails_ends_the_meter_and_no_step(
-    part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: Any) -> None:
         raise ZeroDivisionError("of a look")
@@ -290,7 +260,7 @@ def test_a_look_that_fails_ends_the_meter_and_no_step(
     seen = train(plain, optim.AdamW(plain.parameters()), 4)
     optimizer = optim.AdamW(model.parameters())
     each_step(optimizer)
-    monkeypatch.setattr(UpdateMeter, part, fails)
+    monkeypatch.setattr(UpdateMeter, "_chosen", fails)
     assert all(map(torch.equal, train(model, optimizer, 4), seen))
     (line,) = warned(caplog)
     says(line, "AdamW", "ZeroDivisionError: of a look")

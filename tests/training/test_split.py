@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
@@ -90,100 +89,7 @@ def test_chunks_hold_so_many_elements() -> None:
 # -- optimizers ------------------------------------------------------------------------
 
 
-class Custom(Optimizer):
-    """A class of a user's, whose `step` is given by the subclasses."""
-
-    def __init__(self, params: Any, lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": 0.01, "betas": (0.9, 0.99)})
-
-
-class Lion(Custom):
-    """Chen et al., 2302.06675."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if len(state) == 0:
-                    state["exp_avg"] = torch.zeros_like(p)
-                p.data.mul_(1 - group["lr"] * group["weight_decay"])
-                beta1, beta2 = group["betas"]
-                update = state["exp_avg"] * beta1 + p.grad * (1 - beta1)
-                p.add_(torch.sign(update), alpha=-group["lr"])
-                state["exp_avg"].mul_(beta2).add_(p.grad, alpha=1 - beta2)
-        return loss
-
-
-def exists(value: Any) -> bool:
-    return value is not None
-
-
-def update(p: Tensor, grad: Tensor, exp_avg: Tensor, rate: float, wd: float) -> None:
-    p.data.mul_(1.0 - rate * wd)
-    p.add_(exp_avg.clone().mul_(0.9).add(grad, alpha=0.1).sgn_(), alpha=-rate)
-    exp_avg.mul_(0.99).add_(grad, alpha=0.01)
-
-
-class ByAFunction(Custom):
-    """As the Lion of the package lion_pytorch."""
-
-    def __init__(self, params: Any) -> None:
-        self.update = update
-        self.first = 1e-3
-        super().__init__(params)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if exists(closure):
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in filter(lambda p: exists(p.grad), group["params"]):
-                grad, wd, state = p.grad, group["weight_decay"], self.state[p]
-                wd /= self.first
-                if len(state) == 0:
-                    state["exp_avg"] = torch.zeros_like(p)
-                self.update(p, grad, state["exp_avg"], group["lr"], wd)
-        return loss
-
-
-class Counting(Custom):
-    """Counts its steps in a group and an attribute, and gives weights other memory."""
-
-    taken = 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.taken = self.taken + 1
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                ratio = p.detach().norm() / p.grad.norm().clamp(min=1e-6)
-                rate = group["lr"] * ratio.item() / math.sqrt(group["step"])
-                p.data = p.data - rate * p.grad
-
-
-class OfAllNorms(Custom):
-    def step(self, closure: Any = None) -> Any:
-        total = 0.0
-        for group in self.param_groups:
-            for p in group["params"]:
-                total += float(p.grad.norm())
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.add_(p.grad, alpha=-group["lr"] / total)
-
-
-class OfAStack(Custom):
+class OfAStack(optim.SGD):
     def step(self, closure: Any = None) -> Any:
         held = [p for group in self.param_groups for p in group["params"]]
         norm = torch.stack([p.grad.norm() for p in held]).norm()
@@ -191,62 +97,9 @@ class OfAStack(Custom):
             p.data.add_(p.grad / norm, alpha=-1e-3)
 
 
-class OfAnAttribute(Custom):
-    total = 0.0
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.total = self.total + p.grad.norm()
-                p.data.add_(p.grad, alpha=-1e-3)
-
-
-class OfAGroup(Custom):
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                group["total"] = group.get("total", 0) + p.grad.norm()
-                p.data.add_(p.grad / group["total"], alpha=-1e-3)
-
-
-class OfTheOneBefore(Custom):
-    def step(self, closure: Any = None) -> Any:
-        last = None
-        for group in self.param_groups:
-            for p in group["params"]:
-                if last is not None:
-                    p.data.add_(last, alpha=-1e-3)
-                last = p.grad
-
-
-class Noisy(Custom):
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.add_(torch.randn_like(p))
-
-
-class WritesFirst(Custom):
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.add_(p.grad, alpha=1e-3)
-        return closure()
-
-
 class Calls(optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
-
-
-def norm_all(params: Any, lr: float) -> None:
-    raise NotImplementedError
-
-
-class CallsAFunction(Custom):
-    def step(self, closure: Any = None) -> Any:
-        unknown: Any = norm_all
-        unknown(self.param_groups[0]["params"], 1e-3)
 
 
 OF_TORCH: dict[str, Make] = {
@@ -265,21 +118,15 @@ OF_TORCH: dict[str, Make] = {
     "asgd": lambda p: optim.ASGD(p, lr=1e-3),
     "adafactor": lambda p: optim.Adafactor(p, lr=1e-3),
 }
-ALONE: dict[str, Make] = {**OF_TORCH, "lion": Lion, "by_a_function": ByAFunction}
-ALONE["counting"] = Counting
-TOGETHER: list[Make] = [
-    *(OfAllNorms, OfAStack, OfAnAttribute, OfAGroup, OfTheOneBefore, Noisy),
-    *(WritesFirst, Calls, CallsAFunction, optim.LBFGS),
-]
 
 
-@pytest.mark.parametrize("make", ALONE.values(), ids=ALONE)
-def test_it_steps_each_parameter_by_itself(make: Make) -> None:
+@pytest.mark.parametrize("make", OF_TORCH.values(), ids=OF_TORCH)
+def test_torchs_own_classes_step_each_parameter_by_itself(make: Make) -> None:
     assert body_of(make([nn.Parameter(torch.zeros(2, 2))])) is not None
 
 
-@pytest.mark.parametrize("make", TOGETHER)
-def test_it_may_look_at_all_parameters(make: Make) -> None:
+@pytest.mark.parametrize("make", [OfAStack, Calls, optim.LBFGS])
+def test_any_other_class_may_look_at_all_parameters(make: Make) -> None:
     assert body_of(make([nn.Parameter(torch.zeros(2, 2))])) is None
 
 
@@ -394,7 +241,7 @@ def by_hand(make: Make) -> tuple[nn.Module, Any, list[Tensor]]:
 
 
 @pytest.mark.parametrize("pieces", [False, True])
-@pytest.mark.parametrize("make", ALONE.values(), ids=ALONE)
+@pytest.mark.parametrize("make", OF_TORCH.values(), ids=OF_TORCH)
 def test_each_optimizer_equals_fp32_masters_to_the_bit(
     make: Make, pieces: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
