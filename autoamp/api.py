@@ -575,12 +575,9 @@ def bench(
     rounds: int | None = None,
     seconds: float = 10.0,
     steps: int = 5,
-    sweep: Sequence[int] = (),
-    memory: int | str | None = None,
-    grams_per_kwh: float | None = None,
     **options: Unpack[ConvertOptions],
 ) -> Bench:
-    """Measures whether mixed precision helps a model: time, memory, bytes and losses.
+    """Measures whether mixed precision helps a model: time, memory, error and casts.
 
     Each way to run the model gets a deep copy; the model is not changed.  A step is a
     forward, a backward and an optimizer step in training mode.  The ways are timed in
@@ -606,15 +603,11 @@ def bench(
             passed or the spread of the ratios is small.
         seconds: the time after which no further round begins.
         steps: the number of steps after which losses are compared.
-        sweep: batch sizes to measure; the samples of the arguments are repeated.
-        memory: an amount of memory, in bytes or as a text such as "8GiB".  The result
-            then has the largest batch of each way that fits into this memory.
-        grams_per_kwh: grams of CO2 per kilowatt-hour, to show CO2 beside the energy.
         **options: as for `convert`.
 
     Returns:
-        The figures of each way; `print(bench)` shows them, and `bench.to_json()`,
-        `bench.to_markdown()` and `bench.to_svg()` write them.
+        The figures of each way; `print(bench)` shows them, and `bench.to_json()` and
+        `bench.to_markdown()` write them.
 
     Raises:
         AutoampError: the model, its arguments or an option cannot be used.
@@ -642,7 +635,4 @@ def bench(
         rounds=rounds,
         seconds=seconds,
         steps=steps,
-        sweep=sweep,
-        memory=memory,
-        grams_per_kwh=grams_per_kwh,
     )

@@ -26,15 +26,20 @@ NAMES = {
 
 _RECORD = "autoamp.find_overflow(model, x) finds the op on the live model"
 
+_BENCH = "bench(model, x) measures the batch of x, once a call"
+
 _HEAL = "the warning of skipped steps names the rule to convert with"
 
 OPTIONS = {
     "budget": _BUDGET,
     "calibrate_on": _BUDGET,
+    "grams_per_kwh": "examples/power.py measures energy and CO2",
     "heal": _HEAL,
     "lock": _LOCK,
+    "memory": _BENCH,
     "record": _RECORD,
     "snapshot": _RECORD,
+    "sweep": _BENCH,
 }
 """Options of `convert`, and of what takes its options."""
 

@@ -17,23 +17,8 @@ from autoamp_cli.commands import INTERRUPTED, command
 from autoamp_cli.outputs import PATH, refuse_unwritable, show, with_json, write
 from autoamp_cli.words import WAYS
 
-_MEASURED = ("rounds", "seconds", "steps", "sweep", "memory", "grams_per_kwh")
+_MEASURED = ("rounds", "seconds", "steps")
 """The options that go to the measurement as they are."""
-
-
-class _Numbers(click.ParamType):  # type: ignore[type-arg]
-    """Whole numbers above 0, separated by commas."""
-
-    name = "numbers"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
-        """The numbers of a text such as "32,64"."""
-        if isinstance(value, tuple):
-            return value
-        parts = [part.strip() for part in value.split(",")]
-        if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-            self.fail(f"{value!r}: write numbers above 0 such as 32,64,128", param, ctx)
-        return tuple(map(int, parts))
 
 
 @command()
@@ -60,19 +45,7 @@ class _Numbers(click.ParamType):  # type: ignore[type-arg]
     show_default=True,
     help="Compare the losses of this many steps.",
 )
-@click.option(
-    "--sweep",
-    type=_Numbers(),
-    default=(),
-    metavar="B,B",
-    help="Batch sizes to measure.",
-)
-@click.option("--memory", metavar="SIZE", help="Find the largest batch in 8GiB, ...")
-@click.option(
-    "--grams-per-kwh", type=click.FloatRange(0), help="Show CO2 at this rate."
-)
-@click.option("--markdown", type=PATH, help="Write the tables as markdown.")
-@click.option("--plot", type=PATH, help="Write a bar plot of the times as SVG.")
+@click.option("--markdown", type=PATH, help="Write the table as markdown.")
 @with_json
 @with_convert_options
 @with_name
@@ -87,7 +60,6 @@ def bench(
     batch: int | None,
     sequence: int | None,
     markdown: str | None,
-    plot: str | None,
     **given: Any,
 ) -> None:
     """Times a model in fp32, under autocast, and with autoamp, side by side.
@@ -100,12 +72,12 @@ def bench(
     \b
     Examples:
       autoamp bench models.resnet:example
-      autoamp bench models.resnet:example --inference --sweep 1,8,64
+      autoamp bench models.resnet:example --inference --batch 64
       autoamp bench transformers:gpt2 --sequence 128 --generate 32 --json bench.json
     """
     if inference and generate:
         raise click.UsageError("--inference and --generate exclude each other")
-    refuse_unwritable(json_to, markdown, plot)
+    refuse_unwritable(json_to, markdown)
     measured = {each: given.pop(each) for each in _MEASURED}
     with asking(name, "timing"):
         from autoamp.tools.bench_measure import BenchInterrupted, bench_model
@@ -136,7 +108,6 @@ def bench(
     written = {
         json_to: found.to_json,
         markdown: found.to_markdown,
-        plot: found.to_svg,
     }
     for path, make in written.items():
         if path:

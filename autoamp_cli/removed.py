@@ -12,7 +12,13 @@ COMMANDS = {
     "tune": "`autoamp bench NAME` times the ways to run a model",
 }
 
+_ONE_BATCH = "bench --batch N measures one batch size"
+
 OPTIONS = {
+    ("bench", "--grams-per-kwh"): "examples/power.py measures energy and CO2",
+    ("bench", "--memory"): _ONE_BATCH,
+    ("bench", "--plot"): "bench --json has the times",
+    ("bench", "--sweep"): _ONE_BATCH,
     ("explain", "--mesh"): _ONE_DEVICE,
     ("explain", "--node"): _ONE_DEVICE,
     ("explain", "--network"): _ONE_DEVICE,

@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from autoamp.tools.count import TrafficMode
-
 from . import processes, report, turns
 from .models import CONVOLVE, MICRO, MICRO_BATCHES
 from .processes import Row, new_row
 from .setting import Setting
 from .step_times import WARM_UP
 from .timing import interleaved, ratios
+from .traffic import TrafficMode
 from .training import SMALL_BATCHES, case_in, names
 from .ways import CHANNELS_LAST, Step, low_way, prepared, step_of
 

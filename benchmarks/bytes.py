@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from autoamp.tools.count import Line, Phase, Traffic, is_cast
+from autoamp.tools.count import Phase
 
 from . import processes, report
 from .bars import bytes_svg
@@ -22,6 +22,7 @@ from .models import PAPER, WRITTEN, case_of, zoo
 from .processes import Row, failures, mean, new_row, ratio
 from .report import said
 from .setting import Setting
+from .traffic import Line, Traffic, is_cast
 from .ways import CPU_BF16
 
 KINDS = ("step", "forward", "saved")

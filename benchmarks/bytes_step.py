@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from autoamp.passes.check.saved import saved_bytes
-from autoamp.tools.count import CountingMode, Traffic, TrafficMode, is_cast
+from autoamp.tools.count import CountingMode
 
 from .metrics import ModelCase
+from .traffic import Traffic, TrafficMode, is_cast
 from .ways import Prepared, prepared
 
 WAYS = ("fp32", "autocast", "autoamp", "bfloat16")

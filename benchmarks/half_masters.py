@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autoamp
-from autoamp.tools.bench_meters import Held
+from autoamp.tools.bench_memory import Held
 from autoamp.training.meter import METERS, UpdateMeter, shares_of
 
 from . import report

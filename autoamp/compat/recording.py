@@ -400,16 +400,6 @@ class CountingDispatch(TorchDispatchMode):
         return True
 
 
-def has_kernel(op: torch._ops.OpOverload) -> bool:
-    """Whether an operator is one kernel on a device here, though torch may compose it.
-
-    The backward of SiLU is such an operator.
-    """
-    keys = ("CPU", "CUDA") if torch.cuda.is_available() else ("CPU",)
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return any(has(op.name(), key) for key in keys)
-
-
 def kept_by_function(node: Any) -> list[Any]:
     """All that a node of an `autograd.Function` keeps outside `save_for_backward`.
 

@@ -21,26 +21,22 @@ from autoamp.messages import class_name, printable_line, told
 from autoamp.passes.check.saved import saved_bytes
 from autoamp.passes.decide.devices import available
 from autoamp.passes.decide.devices import device_of as figures_of_device
-from autoamp.passes.speeds.clock import device_name, finish, surely_less
-from autoamp.report.reporting import report_on
+from autoamp.passes.speeds.clock import device_name, finish
 from autoamp.runtime.examine import checked_model, options_for
-from autoamp.tools import bench_meters as meters
-from autoamp.tools.bench import Bench
-from autoamp.tools.bench_answer import WORTH, Evidence, Row, evidence_from
+from autoamp.tools import bench_memory as memory
+from autoamp.tools.bench import Bench, Row
 from autoamp.tools.bench_step import (
     Running,
     Task,
     adamw,
     batch_size,
-    growth_of_steps,
     in_rounds,
     ratio,
-    resized,
     sigma,
     token_count,
 )
-from autoamp.tools.bench_ways import KINDS, Way, arrived, device_of, ways_for
-from autoamp.tools.count import CountingMode, TrafficMode
+from autoamp.tools.bench_ways import KINDS, Way, device_of, ways_for
+from autoamp.tools.count import CountingMode
 from autoamp.tools.named import given
 from autoamp.training.meter import shares_of
 
@@ -90,9 +86,6 @@ def bench_model(
     rounds: int | None = None,
     seconds: float = 10.0,
     steps: int = 5,
-    sweep: Sequence[int] = (),
-    memory: int | str | None = None,
-    grams_per_kwh: float | None = None,
 ) -> Bench:
     """See `autoamp.bench`.
 
@@ -109,21 +102,11 @@ def bench_model(
         model, args, kwargs, data = _made_by(model, args, kwargs, data)
     model = checked_model(model)
     _refuse_small(generate=generate, rounds=rounds, seconds=seconds, steps=steps)
-    if (sweep or memory is not None) and data is not None:
-        raise OptionError(
-            "sweep= and memory= resize the arguments of a call, but batches of data= "
-            "cannot be resized: give data=, or sweep= and memory="
-        )
-    budget = None if memory is None else meters.bytes_in(memory)
     call = (tuple(args), dict(kwargs))
-    for size in [*sweep, *([1] if memory is not None else [])]:
-        resized(call, size)
     kind = "generate" if generate else "inference" if infer else "training"
     task = Task(kind, call, generate, loss_fn, optimizer or adamw, data)
     found = ways_for(model, options_for(model, options), ways, compiled=compiled)
-    return _Measurement(
-        model, found, task, rounds, seconds, steps, sweep, budget, grams_per_kwh
-    ).run()
+    return _Measurement(model, found, task, rounds, seconds, steps).run()
 
 
 def _refuse_small(**numbers: float | None) -> None:
@@ -174,10 +157,7 @@ class _Measurement:
         task: the work of a step.
         rounds, seconds: how long to time; see `in_rounds`.
         steps: the number of losses to note.
-        sweep: batch sizes; empty for the batch of the arguments alone.
-        memory: bytes that the largest batch may hold; None if none is sought.
-        grams_per_kwh: grams of CO2 of a kilowatt-hour; None if no CO2 is shown.
-        running: the ways at the batch size that is measured now.
+        running: the ways.
         apart: whether one way is measured after the other.
     """
 
@@ -187,19 +167,14 @@ class _Measurement:
     rounds: int | None
     seconds: float
     steps: int
-    sweep: Sequence[int]
-    memory: int | None
-    grams_per_kwh: float | None
     running: list[Running] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     apart: bool = False
     loss_from: str = ""
-    evidence: Evidence | None = None
 
     def __post_init__(self) -> None:
         self.device = device_of(self.model)
         self.notes = _busy()
-        self.meter, self.no_meter = meters.meter_for(self.device)
         self.begun = time.perf_counter()
 
     def run(self) -> Bench:
@@ -207,13 +182,11 @@ class _Measurement:
 
         Raises:
             BenchInterrupted: by Ctrl-C; holds the measurements so far.
-            OptionError: the first batch does not fit into memory.
+            OptionError: the batch does not fit into memory.
         """
         try:
             with _process_as_it_was():
-                for size in self.sweep or (None,):
-                    self._measure(size)
-                self._find_largest()
+                self._measure()
         except KeyboardInterrupt:
             self._gather()
             raise BenchInterrupted(self._bench(complete=False)) from None
@@ -222,11 +195,7 @@ class _Measurement:
         return self._bench(complete=True)
 
     def _bench(self, *, complete: bool) -> Bench:
-        task, energy_how = self.task, f"not measured ({self.no_meter})"
-        if self.meter is not None:
-            energy_how = self.meter.how
-        elif any(row.energy_from for row in self.rows):
-            energy_how += f"; the joules are {meters.ESTIMATED}"
+        task = self.task
         return Bench(
             label=class_name(self.model),
             device=device_name(self.device),
@@ -237,47 +206,42 @@ class _Measurement:
             rows=tuple(self.rows),
             rounds=max((len(row.times) for row in self.rows), default=0),
             interleaved=not self.apart,
-            memory_how=meters.MEMORY_HOW.get(
+            memory_how=memory.MEMORY_HOW.get(
                 self.device.type, "not measured on this device"
             ),
-            energy_how=energy_how,
-            evidence=self.evidence,
+            no_gain=_no_gain(self.ways[0], self.device),
             notes=tuple(dict.fromkeys(self.notes)),
             complete=complete,
             measured_seconds=time.perf_counter() - self.begun,
         )
 
-    def _measure(self, size: int | None) -> None:
-        """Measures all ways at one batch size, and adds their rows."""
-        call = self.task.call if size is None else resized(self.task.call, size)
-        task = replace(self.task, call=call)
-        self.running = [Running(way, task) for way in self.ways]
-        doing = "setting up the ways" + (f" at batch {size}" if size else "")
-        for running in told(self.running, doing):
+    def _measure(self) -> None:
+        """Measures all ways, and adds their rows."""
+        self.running = [Running(way, self.task) for way in self.ways]
+        for running in told(self.running, "setting up the ways"):
             self._set_up(running)
             if self.apart:
                 self._time([running])
                 running.close()
         if not self.apart:
             self._time(self.running)
-            self._look_closer()
         self._gather()
 
     def _set_up(self, running: Running) -> None:
         """Sets up a way and counts its figures; a way that fails notes its error."""
-        held = meters.Held(self.device)
+        held = memory.Held(self.device)
         first = self.running[0]
         try:
             running.set_up(self.model)
-            running.figures = _figures_of(running, held, self.steps)
+            running.figures = _figures_of(running, first, held, self.steps)
         except Exception as error:
             running.close()
             running.error = _said(error, 300)
-            short_of_memory = meters.is_out_of_memory(error)
+            short_of_memory = memory.is_out_of_memory(error)
             if short_of_memory and any(each.ready for each in self.running):
                 self._go_apart()
                 self._set_up(running)
-            elif running is first and not self.rows:
+            elif running is first:
                 if not short_of_memory:
                     raise
                 raise OptionError(
@@ -288,8 +252,6 @@ class _Measurement:
             return
         running.error = ""
         self.loss_from = self.loss_from or running.loss_from
-        if running.way.kind == "autoamp" and not running.way.compiled:
-            self.evidence = _evidence_of(running)
         if running is first and not self._fit_together(running, held.more()):
             self._go_apart()
 
@@ -322,80 +284,6 @@ class _Measurement:
         for _ in in_rounds(ways, self.rounds, self.seconds):
             rounds.append(0)
             next(bar)
-        if self.meter is not None:
-            for running in ways:
-                running.figures["joules"] = self.meter.of_a_step(running)
-                running.figures["energy_from"] = self.meter.kind
-
-    def _look_closer(self) -> None:
-        """Times twice the batch in fp32 and autoamp, if autoamp gains little.
-
-        Nothing is noted for a batch that cannot be doubled, or whose double does not
-        fit into memory.
-        """
-        kinds = ("fp32", "autoamp")
-        pair = [
-            each
-            for each in self.running
-            if each.way.kind in kinds and not each.way.compiled and each.ready
-        ]
-        size = batch_size(pair[0].task.call) if pair else None
-        if len(pair) < 2 or not size or self.task.data is not None:
-            return
-        base, ours = pair[0].seconds, pair[1].seconds
-        middles = statistics.median(ours), statistics.median(base)
-        if surely_less(ours, base) and middles[0] <= WORTH * middles[1]:
-            return
-        call = pair[0].task.call
-        twice = resized(call, 2 * size)
-        for running in told(pair, "timing twice the batch"):
-            try:
-                running.figures["growth"] = growth_of_steps(running, call, twice)
-            except Exception:  # noqa: BLE001 (the model may take one batch size only)
-                return
-
-    def _find_largest(self) -> None:
-        """Looks for the largest batch of each way within the budget."""
-        if self.memory is None:
-            return
-        free = available(self.device)
-        budget = self.memory if free is None else min(self.memory, int(free * _ROOM))
-        if budget < self.memory:
-            self.notes.append(
-                f"The budget for the largest batch was {budget / 1e6:,.0f} MB, because "
-                "no more memory is free"
-            )
-        last = self.rows[-1].batch
-        for way in told(self.ways, "looking for the largest batches"):
-            for place, row in enumerate(self.rows):
-                if row.way != way.name or row.batch != last or row.error:
-                    continue
-                try:
-                    found = meters.largest_size(partial(self._peak, way), budget)
-                except Exception as error:  # noqa: BLE001 (it runs at its own batch)
-                    self.notes.append(
-                        f"The largest batch of {way.name} is unknown: "
-                        f"{_said(error, 200)}"
-                    )
-                else:
-                    self.rows[place] = replace(row, largest_batch=found)
-
-    def _peak(self, way: Way, size: int) -> int | None:
-        """The most memory held in a step of this size; None where memory runs out."""
-        held = meters.Held(self.device)
-        call = resized(self.task.call, size)
-        self.running = [running := Running(way, replace(self.task, call=call))]
-        try:
-            running.set_up(self.model)
-            for _ in range(_WARM_UP):  # the second step holds the optimizer's state
-                running.step()
-            return held.peak(running.step)
-        except Exception as error:
-            if not meters.is_out_of_memory(error):
-                raise
-            return None
-        finally:
-            self._close()
 
     def _gather(self) -> None:
         """Makes a row of each way that was set up."""
@@ -415,13 +303,6 @@ class _Measurement:
         row = Row(way.name, way.kind, way.compiled, size, running.error)
         if running.error:
             return row
-        figures = running.figures
-        if "joules" not in figures:
-            figures["joules"] = meters.estimated_joules(figures)
-            if figures["joules"] is not None:
-                figures["energy_from"] = "estimate"
-        if figures["joules"] is not None and self.grams_per_kwh is not None:
-            figures["co2_grams"] = figures["joules"] / 3.6e3 * self.grams_per_kwh
         tokens = None if loads else token_count(task.call)
         if task.kind == "generate":
             tokens = (size or 1) * task.tokens
@@ -437,7 +318,7 @@ class _Measurement:
             data_seconds=statistics.median(running.data_seconds) if loads else None,
             samples=size / middle if size else None,
             tokens=tokens / middle if tokens else None,
-            **figures,
+            **running.figures,
         )
 
     def _close(self) -> None:
@@ -451,12 +332,15 @@ class _Measurement:
 # -- one way ---------------------------------------------------------------------------
 
 
-def _figures_of(running: Running, held: meters.Held, steps: int) -> dict[str, Any]:
+def _figures_of(
+    running: Running, first: Running, held: memory.Held, steps: int
+) -> dict[str, Any]:
     """Runs the first steps of a way, then counts one more step.
 
-    Bytes and casts of the optimizer's own kernels do not count.
+    Casts of the optimizer's own kernels do not count.
 
     Args:
+        first: fp32, which has run before.
         held: the memory that was held before the way was set up.
         steps: the number of losses to note.
 
@@ -483,17 +367,17 @@ def _figures_of(running: Running, held: meters.Held, steps: int) -> dict[str, An
         "peak": held.peak(running.step),
         "saved": None,
         "updates": tuple(shares_of(running.model, [meter])) if meter else (),
-        **dict.fromkeys(("moved", "casts", "flops", "low_flops")),
+        **dict.fromkeys(("casts", "flops", "low_flops")),
+        "deviation": running.deviation_from(first),
     }
     weights = running.model.parameters()
     if not running.way.compiled:
         batch = running.batch()
-        with CountingMode(weights) as counting, TrafficMode() as traffic:
+        with CountingMode(weights) as counting:
             running.backward(batch)
         running.forget()
         counts = counting.counts
         found |= {
-            "moved": traffic.traffic.bytes(),
             "casts": counts.total_casts,
             "flops": counts.flops.total(),
             "low_flops": counts.low_flops,
@@ -504,13 +388,22 @@ def _figures_of(running: Running, held: meters.Held, steps: int) -> dict[str, An
     return found
 
 
-def _evidence_of(running: Running) -> Evidence:
-    """The evidence of a model that autoamp has converted, after it has run."""
-    device = figures_of_device(running.device, running.way.low)
-    report, half = report_on(running.model), arrived(running.model)
-    if report is None:
-        return Evidence(device.pays, device.name, half)
-    return evidence_from(report, device, half)
+def _no_gain(way: Way, device: torch.device) -> str:
+    """Why no way can gain here, with the option to try; "" for no reason."""
+    figures, low = figures_of_device(device, way.low), short_name(way.low)
+    if way.arrived:
+        return (
+            f"the model's weights are {way.arrived} already, so the model runs in "
+            f"{way.arrived} without autoamp. To train it with fp32 master weights: "
+            "convert(model, optimizer)"
+        )
+    if not figures.pays:
+        return (
+            f"this device ({figures.name}) has no units that multiply {low}, so {low} "
+            "would be slower than fp32. For the prediction on another device: "
+            'autoamp.explain(model, x, device="cuda:sm_80")'
+        )
+    return ""
 
 
 # -- notes -----------------------------------------------------------------------------

@@ -28,7 +28,9 @@ from autoamp.runtime.stand_in import (
     check_loss,
     copied,
     floats_for_loss,
+    floats_of,
     own_loss,
+    relative_error,
 )
 from autoamp.tools.bench_ways import Way, device_of
 from autoamp.training.masters import has_half
@@ -38,9 +40,6 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 _FEWEST = 5
 """The least rounds: with fewer, the sign test can prove no way faster than another."""
-
-_ALTERNATING = 0.2
-"""Seconds for which steps of two sizes alternate, if `_FEWEST` pairs take less."""
 
 _ENOUGH = 10
 """Rounds after which small spreads end the measurement."""
@@ -69,30 +68,6 @@ def token_count(call: Call) -> int | None:
         if isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.dtype in integers:
             return leaf.numel()
     return None
-
-
-def resized(call: Call, size: int) -> Call:
-    """The arguments with another number of samples; their samples are repeated.
-
-    Every tensor whose dimension 0 has the size of the batch is resized.
-
-    Raises:
-        OptionError: no argument has a batch dimension, or `size` is less than 1.
-    """
-    now = batch_size(call)
-    if not now:
-        raise OptionError("no argument of the call is a tensor with a batch dimension")
-    if size < 1:
-        raise OptionError(f"batch size {size} is too small: give a number above 0")
-
-    def resize(value: Tensor) -> Tensor:
-        if not value.dim() or value.shape[0] != now:
-            return value
-        order = torch.arange(size, dtype=torch.int64, device=value.device) % now
-        return value.detach()[order].requires_grad_(value.requires_grad)
-
-    sized: Call = pytree.tree_map_only(Tensor, resize, call)
-    return sized
 
 
 def arguments_of(batch: Any) -> Call:
@@ -232,6 +207,7 @@ class Running:
         self.loss_from = self.error = ""
         self.figures: dict[str, Any] = {}
         self._called: Any = None
+        self._first: torch.UntypedStorage | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._scaler: torch.amp.GradScaler | None = None
 
@@ -309,7 +285,32 @@ class Running:
             if self.task.kind == "generate":
                 return self._generate(args, kwargs)
             output = self._called(*args, **kwargs)
+            self._note_first(output)
             return (self._loss(output), output) if self.task.trains else output
+
+    def _note_first(self, output: Any) -> None:
+        """Keeps the numbers of the first output, as memory that no tensor holds.
+
+        They are no part of the memory that a step holds, which is counted by tensors.
+        """
+        floats = floats_of(output)
+        if self._first is None and floats:
+            numbers = [t.detach().float().cpu().flatten() for t in floats]
+            self._first = torch.cat(numbers).untyped_storage()
+
+    def deviation_from(self, exact: Running) -> float | None:
+        """The relative error of the first output; None for `exact` and without floats.
+
+        Args:
+            exact: the way whose first output is taken as true.
+        """
+        if self is exact or self._first is None or exact._first is None:
+            return None
+        ours, true = (
+            torch.empty(0, dtype=torch.float32, device="cpu").set_(each)
+            for each in (self._first, exact._first)
+        )
+        return relative_error([ours], [true])
 
     def _generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # The same number of tokens in each way, whatever the model generates.
@@ -432,11 +433,11 @@ def in_rounds(
             return
 
 
-def _time_a_step(running: Running, call: Call | None = None) -> tuple[float, float]:
+def _time_a_step(running: Running) -> tuple[float, float]:
     """Seconds of one step, from its data to the end of its work, and of its data."""
     device, batch = running.device, None
     if running.task.data is None:
-        batch = running.batch() if call is None else running.as_taken(call)
+        batch = running.batch()
     finish(device)
     start = time.perf_counter()
     if batch is None:
@@ -455,23 +456,6 @@ def _is_close(ways: Sequence[Running], done: int) -> bool:
     errors = [ratio(way.seconds, base, paired=True)[1] for way in ways]
     own = statistics.stdev(base) / statistics.median(base)
     return max(own, *errors) / math.sqrt(done) <= _CLOSE
-
-
-def growth_of_steps(running: Running, one: Call, other: Call) -> float:
-    """The time of a step with the other arguments over the time of a step with these.
-
-    The steps alternate, so that both meet the same disturbances, after two untimed
-    steps of each. The ratio is that of the least times, which other programs have
-    disturbed least; short steps are repeated until `_ALTERNATING` seconds have passed.
-    """
-    for call in (one, other) * 2:
-        _time_a_step(running, call)
-    begun = time.perf_counter()
-    times: list[tuple[float, float]] = []
-    while len(times) < _FEWEST or time.perf_counter() - begun < _ALTERNATING:
-        first = _time_a_step(running, one)[0]
-        times.append((first, _time_a_step(running, other)[0]))
-    return min(second for _, second in times) / min(first for first, _ in times)
 
 
 def ratio(

@@ -1,4 +1,4 @@
-"""Counts the calls of a region as the dispatcher sees them: casts, flops, bytes moved.
+"""Counts the calls of a region as the dispatcher sees them: casts and flops.
 
 The counts are made in the same way for fp32, `torch.autocast` and rewritten graphs.
 Casts inside a kernel that inductor has generated are not counted.
@@ -13,18 +13,17 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES, short_name
+from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
 from autoamp.passes.check.saved import storage_key
-from autoamp.passes.ops import HIDDEN_WRITES
 from autoamp.tools.count_flops import flops_of
-from autoamp.tools.count_traffic import NOTHING, moved, tensors_of
 
 Phase = Literal["forward", "backward"]
 
 
-class _Mode(compat.CountingDispatch):
+class DispatchMode(compat.CountingDispatch):
     """A mode that notes each call of an ATen operator; Dynamo still captures in it."""
 
     def __torch_dispatch__(
@@ -56,11 +55,14 @@ class _Mode(compat.CountingDispatch):
         raise NotImplementedError
 
 
-def _phase() -> Phase:
+def phase() -> Phase:
+    """The phase that is running."""
     return "backward" if compat.inside_backward() else "forward"
 
 
-# -- casts and flops -------------------------------------------------------------------
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors of a pytree, in its order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 class Cast(NamedTuple):
@@ -121,7 +123,7 @@ class Counts:
         return self.low_flops / max(1, self.flops.total())
 
 
-class CountingMode(_Mode):
+class CountingMode(DispatchMode):
     """Counts the casts and flops of a region in `counts`.
 
     Args:
@@ -168,7 +170,7 @@ class CountingMode(_Mode):
             self.counts.refreshed += 1
             return
         cast = Cast(
-            _phase(),
+            phase(),
             "weight" if of_weight else "value",
             "down" if target.itemsize < source.itemsize else "up",
         )
@@ -181,92 +183,3 @@ def count_ops(fn: Callable[[], Any], parameters: Iterable[Tensor] = ()) -> Count
     with mode:
         fn()
     return mode.counts
-
-
-# -- bytes -----------------------------------------------------------------------------
-
-_SHORT = {d: short_name(d) for d in (HIGH_DTYPE, *LOW_DTYPES.values())}
-_SHORT[torch.float64] = "fp64"
-_CASTS = {"_to_copy", "copy_", "copy", "_foreach_copy_", "_foreach_copy"}
-
-
-class Line(NamedTuple):
-    """A group of calls that are counted together: same operator, dtypes and phase."""
-
-    phase: Phase
-    op: str
-    dtypes: str
-
-
-@dataclass
-class Traffic:
-    """The bytes that one call moved, by line; calls that move nothing are left out."""
-
-    calls: Counter[Line] = field(default_factory=Counter)
-    read: Counter[Line] = field(default_factory=Counter)
-    written: Counter[Line] = field(default_factory=Counter)
-
-    def bytes(self, phase: Phase | None = None) -> int:
-        """The bytes read and written, of one phase or, by default, of both."""
-        return sum(self.by_line(phase).values())
-
-    def by_line(self, phase: Phase | None = None) -> Counter[Line]:
-        """Bytes read and written of each line."""
-        both = self.read + self.written
-        return Counter({k: n for k, n in both.items() if phase in (None, k.phase)})
-
-
-class TrafficMode(_Mode):
-    """Counts the bytes of a region in `traffic`, the same on every machine.
-
-    They depend only on shapes and dtypes.  For a fused kernel (attention, a norm, gelu)
-    only inputs and outputs count.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.traffic = Traffic()
-
-    def is_whole(self, func: compat.OpOverload) -> bool:
-        """Whether an operator counts as one call: also one with a kernel here.
-
-        A batch norm does not: it calls another operator, whose schema declares the
-        writes to the statistics.
-        """
-        composed = f"aten::{func.overloadpacket.__name__}" in HIDDEN_WRITES
-        return super().is_whole(func) or (not composed and compat.has_kernel(func))
-
-    def note(self, func: compat.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
-        """Counts a call."""
-        count = moved(func, args, kwargs, out)
-        if count != NOTHING:
-            line = _line(func.overloadpacket.__name__, (args, kwargs), out)
-            self.traffic.calls[line] += 1
-            self.traffic.read[line] += count.read
-            self.traffic.written[line] += count.written
-
-
-def count_traffic(fn: Callable[[], Any]) -> Traffic:
-    """The bytes that `fn()` moves, including its backward passes; `fn` runs once."""
-    mode = TrafficMode()
-    with mode:
-        fn()
-    return mode.traffic
-
-
-def is_cast(line: Line) -> bool:
-    """Whether the calls of a line change a float dtype and do nothing else."""
-    return line.op in _CASTS and " to " in line.dtypes and "int" not in line.dtypes
-
-
-def _line(name: str, inputs: Any, out: Any) -> Line:
-    if name in _CASTS and name != "_to_copy":  # a copy's first argument is its result
-        out, inputs = inputs[0][:2]
-    before, after = _dtypes(inputs), _dtypes(out)
-    dtypes = after if before in (after, "") else f"{before} to {after}"
-    return Line(_phase(), name, dtypes)
-
-
-def _dtypes(tree: Any) -> str:
-    floats = {_SHORT.get(t.dtype, "int") for t in tensors_of(tree)}
-    return "+".join(sorted(floats - {"int"})) or "".join(floats)

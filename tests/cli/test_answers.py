@@ -164,7 +164,7 @@ def test_diff_of_a_file_without_a_plan() -> None:
 
 
 def test_bench_prints_its_table_and_writes_every_file(tmp_path: Path) -> None:
-    files = "--json b.json --markdown b.md --plot b.svg"
+    files = "--json b.json --markdown b.md"
     done = call(f"{BENCH.format('small')} {files}")
     assert done.exit_code == 0, done.output
     says(done.stdout, "Net", "training", "bf16")
@@ -172,7 +172,6 @@ def test_bench_prints_its_table_and_writes_every_file(tmp_path: Path) -> None:
     assert document["schema"] == 1
     assert [row["way"] for row in document["rows"]] == ["fp32", ".bfloat16()"]
     says((tmp_path / "b.md").read_text(), "| fp32 |")
-    assert (tmp_path / "b.svg").read_text().startswith("<svg")
     assert not [*tmp_path.glob("*.part")]
     done = call(f"{BENCH.format('small')} --inference --json -")
     assert json.loads(done.stdout)["work"] == "inference"

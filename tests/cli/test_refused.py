@@ -92,16 +92,16 @@ ROWS: list[tuple[str, int, list[str]]] = [
     # -- bench
     (f"bench nets:raises {BENCH}", 2, ["nets:raises", "ValueError: no weights"]),
     (f"bench nets:bad_shape {BENCH}", 2, ["RuntimeError: mat1 and mat2"]),
-    (f"bench nets:too_large {BENCH} --sweep 2,4", 2, ["fp32", "batch 2"]),
-    (f"bench nets:small {BENCH} --sweep 0", 2, ["above 0"]),
+    (f"bench nets:too_large {BENCH}", 2, ["fp32", "batch 4"]),
+    (f"bench nets:small {BENCH} --sweep 2,4", 2, ["removed", "--batch"]),
     ("bench nets:small --ways best", 2, ["best", *words.WAYS]),
-    (f"bench nets:small {BENCH} --memory lots", 2, ["lots", "8GiB"]),
+    (f"bench nets:small {BENCH} --plot b.svg", 2, ["removed", "--json"]),
     (
         f"bench nets:small {BENCH} --inference --generate 3",
         2,
         ["--generate", "--inference"],
     ),
-    (f"bench nets:small {BENCH} --json a --plot a", 2, ["same place"]),
+    (f"bench nets:small {BENCH} --json a --markdown a", 2, ["same place"]),
     ("bench nets:raises --json nowhere/b.json", 2, ["nowhere/b.json", "folder"]),
 ]
 

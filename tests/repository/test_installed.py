@@ -17,7 +17,6 @@ SHIPPED = ["autoamp", "autoamp_cli", "autoamp_autoload.py", "autoamp_heat.py"]
 GUARDED = {
     "executorch": ("executorch", "tools/export_targets.py"),
     "onnx": ("onnx", "tools/export_targets.py"),
-    "pynvml": ("bench", "tools/bench_meters.py"),
 }
 """A module that may be missing, the extra that brings it, and the file that says so."""
 

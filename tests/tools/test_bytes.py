@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from autoamp.tools.count import Traffic, count_traffic, is_cast
 from benchmarks.bytes_step import WAYS, count_step
+from benchmarks.traffic import Traffic, count_traffic, is_cast
 from tests.models import BY_NAME
 
 BF16 = torch.bfloat16

@@ -1,4 +1,4 @@
-"""Bytes that one call of an ATen operator reads and writes: a rule for every operator.
+"""Counts the bytes that a region reads and writes: a rule for every ATen operator.
 
 The general rule: an operator reads every element of its distinct input tensors and
 writes every element of its outputs; a result that shares the storage of an input is a
@@ -9,16 +9,19 @@ hold the exceptions.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from autoamp import compat
+from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES, short_name
 from autoamp.passes.check.saved import storage_key
+from autoamp.passes.ops import HIDDEN_WRITES
+from autoamp.tools.count import DispatchMode, Phase, phase, tensors_of
 
 
 class Moved(NamedTuple):
@@ -45,11 +48,6 @@ def spanned(tensor: Any) -> int:
 def bytes_of(tree: Any) -> int:
     """Bytes of the distinct tensors of a pytree, each as `spanned` counts it."""
     return sum(map(spanned, _distinct(tensors_of(tree))))
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors of a pytree, in its order."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 @dataclass
@@ -243,3 +241,102 @@ _RULES: dict[str, Callable[[Call], Moved]] = {
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _picked_losses),
     **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), _loss_gradient),
 }
+
+
+# -- a region --------------------------------------------------------------------------
+
+_SHORT = {d: short_name(d) for d in (HIGH_DTYPE, *LOW_DTYPES.values())}
+_SHORT[torch.float64] = "fp64"
+_CASTS = {"_to_copy", "copy_", "copy", "_foreach_copy_", "_foreach_copy"}
+
+
+class Line(NamedTuple):
+    """A group of calls that are counted together: same operator, dtypes and phase."""
+
+    phase: Phase
+    op: str
+    dtypes: str
+
+
+@dataclass
+class Traffic:
+    """The bytes that one call moved, by line; calls that move nothing are left out."""
+
+    calls: Counter[Line] = field(default_factory=Counter)
+    read: Counter[Line] = field(default_factory=Counter)
+    written: Counter[Line] = field(default_factory=Counter)
+
+    def bytes(self, phase: Phase | None = None) -> int:
+        """The bytes read and written, of one phase or, by default, of both."""
+        return sum(self.by_line(phase).values())
+
+    def by_line(self, phase: Phase | None = None) -> Counter[Line]:
+        """Bytes read and written of each line."""
+        both = self.read + self.written
+        return Counter({k: n for k, n in both.items() if phase in (None, k.phase)})
+
+
+class TrafficMode(DispatchMode):
+    """Counts the bytes of a region in `traffic`, the same on every machine.
+
+    They depend only on shapes and dtypes.  For a fused kernel (attention, a norm, gelu)
+    only inputs and outputs count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.traffic = Traffic()
+
+    def is_whole(self, func: compat.OpOverload) -> bool:
+        """Whether an operator counts as one call: also one with a kernel here.
+
+        A batch norm does not: it calls another operator, whose schema declares the
+        writes to the statistics.
+        """
+        composed = f"aten::{func.overloadpacket.__name__}" in HIDDEN_WRITES
+        return super().is_whole(func) or (not composed and _has_kernel(func))
+
+    def note(self, func: compat.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
+        """Counts a call."""
+        count = moved(func, args, kwargs, out)
+        if count != NOTHING:
+            line = _line(func.overloadpacket.__name__, (args, kwargs), out)
+            self.traffic.calls[line] += 1
+            self.traffic.read[line] += count.read
+            self.traffic.written[line] += count.written
+
+
+def count_traffic(fn: Callable[[], Any]) -> Traffic:
+    """The bytes that `fn()` moves, including its backward passes; `fn` runs once."""
+    mode = TrafficMode()
+    with mode:
+        fn()
+    return mode.traffic
+
+
+def _has_kernel(op: torch._ops.OpOverload) -> bool:
+    """Whether an operator is one kernel on a device here, though torch may compose it.
+
+    The backward of SiLU is such an operator.
+    """
+    keys = ("CPU", "CUDA") if torch.cuda.is_available() else ("CPU",)
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return any(has(op.name(), key) for key in keys)
+
+
+def is_cast(line: Line) -> bool:
+    """Whether the calls of a line change a float dtype and do nothing else."""
+    return line.op in _CASTS and " to " in line.dtypes and "int" not in line.dtypes
+
+
+def _line(name: str, inputs: Any, out: Any) -> Line:
+    if name in _CASTS and name != "_to_copy":  # a copy's first argument is its result
+        out, inputs = inputs[0][:2]
+    before, after = _dtypes(inputs), _dtypes(out)
+    dtypes = after if before in (after, "") else f"{before} to {after}"
+    return Line(phase(), name, dtypes)
+
+
+def _dtypes(tree: Any) -> str:
+    floats = {_SHORT.get(t.dtype, "int") for t in tensors_of(tree)}
+    return "+".join(sorted(floats - {"int"})) or "".join(floats)
