@@ -213,17 +213,17 @@ The tensors are the scale (fp32), the count of clean steps (int32) and `found_in
 """
 
 
-def widen_gradients(param: torch.Tensor) -> RemovableHandle | None:
+def take_any_gradient(param: torch.Tensor) -> None:
+    """Has leaf `param` take gradients of any dtype."""
+    param.grad_dtype = None
+
+
+def widen_gradients(param: torch.Tensor) -> RemovableHandle:
     """Has backwards sum the gradients of half-precision leaf `param` up in fp32.
 
-    `param.grad` may be given any dtype from now on; a `param.grad` that is there is
-    cast.  The handle takes the hook away that casts the first gradient of a sum; it is
-    None for a leaf that needs no gradient.
+    A `param.grad` that is there is cast.  The handle takes the hook away that casts the
+    first gradient of a sum.
     """
-    if not param.requires_grad:
-        return None
-    # With a `grad_dtype` of fp32 torch would refuse `p.grad = torch.zeros_like(p)`.
-    param.grad_dtype = None
     _widen(param)
     _Ours.count += 1
     handle: RemovableHandle = param.register_post_accumulate_grad_hook(_widen)

@@ -120,7 +120,7 @@ class Masters:
         self._lists: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._models: list[weakref.ref[nn.Module]] = []
         self._reduced: set[int] = set()
-        self._hooks: dict[torch.Tensor, RemovableHandle | None] = {}
+        self._hooks: dict[torch.Tensor, RemovableHandle] = {}
         self._own: list[tuple[torch.Tensor, torch.dtype]] = []
         self._set: list[tuple[weakref.ref[Optimizer], str, Any]] = []
         self._plain: set[str] = set()
@@ -458,6 +458,8 @@ class Masters:
 
     def _prepare(self, param: torch.Tensor) -> None:
         """Has a parameter's gradients and state be fp32 from now on."""
+        # With a `grad_dtype` of fp32 torch would refuse `p.grad = torch.zeros_like(p)`.
+        compat.take_any_gradient(param)
         if id(param) in self._reduced:
             self._say_half("DistributedDataParallel reduces them in that")
         elif compat.is_distributed(param) or compat.is_flattened(param):
