@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PYTHONHASHSEED := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup zoo demo test test-thorough test-all test-oldest test-executorch \
+.PHONY: help setup zoo demo test test-thorough test-all test-oldest \
   test-cuda-fake conformance fuzz mutants \
   lint types bench gpu docs check-wheel clean
 .DELETE_ON_ERROR:
@@ -90,24 +90,6 @@ $(OLDEST_VENV)/.ready: $(OLDEST_VENV)/.torch
 	$(OLDEST_BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --no-build-isolation --constraint $(OLDEST_VENV)/constraints.txt --editable '.[tests]'
 	@touch $@
-
-# ExecuTorch brings many packages: they get an environment of their own, which finds
-# torch and all else in the usual one.
-EXECUTORCH := executorch==1.5.1 torchao==0.18.0 pandas==3.1.1 tabulate==0.10.0 \
-  ruamel.yaml==0.19.1 flatbuffers==25.12.19
-
-$(VENV)/.executorch: $(VENV)/.ready
-	$(PYTHON) -m venv $(VENV)-executorch
-	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
-	  > $(VENV)-executorch/main.path
-	cp $(VENV)-executorch/main.path \
-	  "$$($(VENV)-executorch/bin/python -c 'import site; print(site.getsitepackages()[0])')/main.pth"
-	$(VENV)-executorch/bin/python -m pip install --quiet --disable-pip-version-check \
-	  --no-deps $(EXECUTORCH)
-	@touch $@
-
-test-executorch: $(VENV)/.executorch ## Files for ExecuTorch, written and run by it
-	PYTHONPATH=$(CURDIR) $(VENV)-executorch/bin/python -m pytest tests/tools/export/test_executorch.py
 
 test-oldest: $(OLDEST_VENV)/.ready ## The quick tests under the oldest torch that is allowed
 	$(OLDEST_BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"

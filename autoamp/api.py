@@ -316,10 +316,10 @@ def export(
         args, kwargs: the arguments of one call.
         dynamic_shapes: the sizes that may change, as for `torch.export.export`.
         target: the runtime: "pt2" (torch, the default), "aoti", "onnx",
-            "onnxruntime-cpu", "onnxruntime-cuda", "tensorrt" or "executorch".  Ops that
+            "onnxruntime-cpu", "onnxruntime-cuda" or "tensorrt".  Ops that
             the runtime lacks stay fp32 (docs/out-of-process.md has the table).
         out: the path of the file to write: the program for "pt2", a compiled package
-            for "aoti", .pte for "executorch", ONNX for the other targets.
+            for "aoti", ONNX for the other targets.
         **options: as for `convert`, except those that are for a model that is called
             and trained (`backend`, `loss_scale`, `guard`, ...).  They are added to the
             options of a converted model.
@@ -351,16 +351,16 @@ def load(path: str | os.PathLike[str]) -> Any:
     """Loads what `export` wrote to a file, and checks it against the plan in the file.
 
     Each node and weight must have the dtype that was planned.  Of a compiled package
-    and of a .pte file only the plan is checked.  Torch's loaders unpickle
+    only the plan is checked.  Torch's loaders unpickle
     parts of a .pt2 file: open files that you trust.
 
     Args:
-        path: a .pt2, .onnx or .pte file.
+        path: a .pt2 or .onnx file.
 
     Returns:
         A `torch.export.ExportedProgram`, whose `module()` is called as the model is;
-        a compiled package, which is called itself; an `onnx.ModelProto` without the
-        weights that are in a second file; or a program of `executorch.runtime`.
+        a compiled package, which is called itself; or an `onnx.ModelProto` without
+        the weights that are in a second file.
 
     Raises:
         ExportError: the file holds no plan, or another program than its plan says.

@@ -48,3 +48,8 @@ VARIABLES = {
     "AUTOAMP_LOCK": _LOCK,
     "AUTOAMP_RECORD_DIR": _RECORD,
 }
+
+TARGETS = {
+    "executorch": "executorch.exir.to_edge_transform_and_lower takes the program",
+}
+"""Values of `target=` of `export`."""

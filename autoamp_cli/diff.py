@@ -115,7 +115,7 @@ def _refuse_to_replace(path: str | None) -> None:
 
 def _report(path: str) -> Any:
     """The report in a file: a report itself, or the plan of an exported model."""
-    if path.endswith((".pt2", ".onnx", ".pte")):
+    if path.endswith((".pt2", ".onnx")):
         from autoamp.tools.export_files import plan_in
 
         return plan_in(path)[1]

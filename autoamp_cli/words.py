@@ -5,8 +5,5 @@ from __future__ import annotations
 PLACEMENTS = ("optimal", "tensorflow", "promote", "forced")
 PRECISIONS = ("fp16", "bf16")
 CATEGORIES = ("allow", "deny", "infer", "clear")
-TARGETS = (
-    *("pt2", "aoti", "onnx", "onnxruntime-cpu", "onnxruntime-cuda", "tensorrt"),
-    "executorch",
-)
+TARGETS = (*("pt2", "aoti", "onnx", "onnxruntime-cpu", "onnxruntime-cuda", "tensorrt"),)
 WAYS = ("fp32", "tf32", "autocast", "autoamp", "half")

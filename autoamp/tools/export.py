@@ -11,23 +11,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
 from autoamp import compat
 from autoamp.dtypes import parse_low_dtype
-from autoamp.errors import ExportError, UnsupportedModelError
+from autoamp.errors import UnsupportedModelError
 from autoamp.messages import class_name, log_once
-from autoamp.passes.check.held import Held
 from autoamp.passes.decide.devices import named_device
 from autoamp.passes.kernels.table import ATTENTION, CHANNELS_LAST
-from autoamp.passes.node_by_node import Runner
-from autoamp.passes.record import Rewritten
 from autoamp.report.report import Report
 from autoamp.report.reporting import report_of
 from autoamp.runtime.conversion import conversion_of
@@ -37,7 +31,7 @@ from autoamp.runtime.eligible import (
     not_converted,
     unsupported,
 )
-from autoamp.runtime.examine import checked_model, replanned
+from autoamp.runtime.examine import checked_model
 from autoamp.runtime.kept import left_as_it_is
 from autoamp.tools.export_files import check_path, write
 from autoamp.tools.export_plan import held_by, plan_of
@@ -45,26 +39,20 @@ from autoamp.tools.export_program import (
     Call,
     Captured,
     MixedModel,
-    Placed,
     captured,
     placed,
     weights_of,
 )
 from autoamp.tools.export_results import (
     check_as_true,
+    check_finite,
     check_same,
     check_weights,
     compare_with_converted,
-    differs_in_whole_numbers,
-    spoiled,
 )
-from autoamp.tools.export_targets import Target, target_of
-from autoamp.tools.find_overflow import Overflow, RecordedCall, Search
+from autoamp.tools.export_targets import SUFFIXES, Target, target_of
 from autoamp.tools.named import given
 from autoamp.training.options import Options
-from autoamp.training.recorder import Recorder
-from autoamp.training.remedy import EVERYTHING, Remedy
-from autoamp.training.trail import Trail
 
 logger = logging.getLogger(__name__)
 
@@ -104,14 +92,14 @@ def export_model(
             "for inference",
         )
     with left_as_it_is(model):
-        program = _exported(model, call, options, runtime, compares=target is None)
+        program = _exported(model, call, options, runtime)
     if out is not None:
         write(program, runtime, out)
     return program
 
 
 def _exported(
-    model: nn.Module, call: Call, options: Options, target: Target, *, compares: bool
+    model: nn.Module, call: Call, options: Options, target: Target
 ) -> torch.export.ExportedProgram:
     asked = parse_low_dtype(options.precision)
     why_not = "" if asked is None else target.takes(asked, options)
@@ -125,23 +113,30 @@ def _exported(
     options = target.rules(for_model(model, options, low), low)
     options = _for_file(options, target)
     device = None if target.device is None else named_device(target.device, low)
-    state = conversion_of(model)
-    engine = None if state is None else state.engine
-    place = partial(placed, graph, low=low, device=device)
     exact = call.results_of(graph.program)
-    made = _in_range(graph, options, exact, place)
+    made = placed(graph, options, low, device=device)
+    check_finite(class_name(model), made.results, exact, low)
     mixed = MixedModel(graph, made.prepared.gm)
     program = mixed.export(call)
     read = {spec.target for spec in program.graph_signature.input_specs if spec.target}
     check_weights(held_by(program), read, mixed.sources, weights_of(model))
-    check_same(call.results_of(program), made.results)
+    results = call.results_of(program)
+    check_same(results, made.results)
     if target.one_dtype:
         program = mixed.export(call, one_dtype=True)
-        check_as_true(call.results_of(program), made.results, exact)
+        results = call.results_of(program)
+        check_as_true(results, made.results, exact)
     report = report_of(made.record, model, "" if device is None else device.name)
     _keep_plan(program, report, target, mixed.sources)
-    if compares and engine is not None:
-        compare_with_converted(graph, engine, call, made)
+    if conversion_of(model) is not None:
+        compare_with_converted(
+            class_name(model),
+            results,
+            call.results(model),
+            exact,
+            to_the_bit=SUFFIXES[target.kind] == ".pt2",
+            strict=options.strict,
+        )
     return program
 
 
@@ -178,79 +173,3 @@ def _keep_plan(
 ) -> None:
     plan = plan_of(program, report.to_json(), sources, target.name)
     compat.set_plan(program, plan.to_dict())
-
-
-# -- results that are finite where those of fp32 are -----------------------------------
-
-
-def _in_range(
-    graph: Captured,
-    options: Options,
-    exact: list[Any],
-    place: Callable[[Options], Placed],
-) -> Placed:
-    """What `place` gives, with ops kept in fp32 where results would not be finite.
-
-    `find_overflow`'s search names the smallest rule that cures it.
-
-    Args:
-        exact: the results of fp32.
-
-    Raises:
-        ExportError: no rule makes the results finite, or one does, and the options are
-            strict.
-    """
-    made = place(options)
-    harm = spoiled(made.results, exact) is not None
-    if not harm and not differs_in_whole_numbers(made.results, exact):
-        return made
-    assert made.prepared.rewritten is not None
-    player = _Player(graph, made.prepared.rewritten, options)
-    # Where no float result was spoiled, each overflow that fp32 does not have counts.
-    label, low = class_name(graph.model), made.record.low
-    search = Search(player, options, label, low, any_harm=harm)
-    found = search.answer(player.recorded(options, 1.0))
-    if not harm and (not found or found.rule is None):
-        return made
-    everything = Remedy(keep=(EVERYTHING,))
-    for rule in dict.fromkeys([found.rule or everything, everything]):
-        made = place(rule.on(options))
-        if spoiled(made.results, exact) is not None:
-            continue
-        if options.strict:
-            raise ExportError(f"{label}: {_cause(found)}. Export it with {rule}")
-        made.record.note(f"{_cause(found)}; it is exported with {rule}")
-        return made._replace(rule=rule)
-    raise ExportError(
-        f"{label}: {_cause(found)}, even with keep=['*']; this is a bug in "
-        "autoamp, please report it. torch.export exports the model as it is"
-    )
-
-
-def _cause(found: Overflow) -> str:
-    """Why a model cannot be exported as it was placed."""
-    if not found:
-        return "results on the example are not finite where those of fp32 are"
-    return f"results on the example differ from those of fp32, because {found.headline}"
-
-
-class _Player:
-    """Runs the rewritten graph of an export node by node, under options."""
-
-    def __init__(self, graph: Captured, rewritten: Rewritten, options: Options) -> None:
-        self.graph = graph
-        self._known = options, rewritten
-
-    def records(self, options: Options) -> list[Rewritten]:
-        if options != self._known[0]:
-            with torch.no_grad():
-                self._known = options, replanned(self._known[1], options)
-        return [self._known[1]]
-
-    def recorded(self, options: Options, scale: float) -> RecordedCall:  # noqa: ARG002
-        trail = Trail()
-        (record,) = self.records(options)
-        with left_as_it_is(self.graph.model), torch.no_grad():
-            run = Runner(record.gm, [Held(), Recorder(trail, exact=True)])
-            run.run(*self.graph.copied_values())
-        return RecordedCall(trail)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import logging
 import os
@@ -26,7 +25,7 @@ from autoamp.messages import printable_line
 from autoamp.passes.rows import SavedReport
 from autoamp.tools import export_onnx as onnx_files
 from autoamp.tools.export_plan import Plan, check_program, plan_from, plan_kept_in
-from autoamp.tools.export_targets import SUFFIXES, Kind, Target, check_installed
+from autoamp.tools.export_targets import SUFFIXES, Kind, Target
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,6 @@ def write(program: torch.export.ExportedProgram, target: Target, out: Path_) -> 
         "pt2": _save,
         "aoti": _compile,
         "onnx": partial(onnx_files.write, target),
-        "pte": _lower,
     }
     with _draft(path) as draft:
         try:
@@ -122,13 +120,11 @@ def opened(path: Path_) -> tuple[Any, Plan, SavedReport]:
         raise OptionError(f"{shown}: there is no such file")
     if suffix == SUFFIXES["onnx"]:
         return onnx_files.opened(path, shown)
-    if suffix == SUFFIXES["pte"]:
-        return _opened_pte(path, shown)
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
     except zipfile.BadZipFile:
-        raise OptionError(f"{shown}: it is no .pt2, .onnx or .pte file") from None
+        raise OptionError(f"{shown}: it is no .pt2 or .onnx file") from None
     except OSError as error:
         raise OptionError(f"{shown}: cannot be read ({error})") from None
     try:
@@ -199,47 +195,3 @@ def _draft(path: Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-# -- ExecuTorch: the plan is a method that returns its JSON ----------------------------
-
-_MAGIC = b"ET"
-"""The identifier at byte 4 of a file begins so (ExecuTorch, schema/program.fbs)."""
-
-_METHOD = f"{compat.PLAN_KEY}_plan"
-
-
-def _lower(program: torch.export.ExportedProgram, draft: Path) -> None:
-    """Lowers a program to ExecuTorch, with XNNPACK's kernels where it has them."""
-    exir = importlib.import_module("executorch.exir")
-    xnnpack = importlib.import_module(
-        "executorch.backends.xnnpack.partition.xnnpack_partitioner"
-    )
-    lowered = exir.to_edge_transform_and_lower(
-        program,
-        partitioner=[xnnpack.XnnpackPartitioner()],
-        constant_methods={_METHOD: plan_kept_in(program).to_json()},
-    )
-    draft.write_bytes(lowered.to_executorch().buffer)
-
-
-def _opened_pte(path: Path_, shown: str) -> tuple[Any, Plan, SavedReport]:
-    """The program in a file for ExecuTorch's runtime, its plan and its report.
-
-    Raises:
-        ExportError: the file holds no plan, or ExecuTorch cannot load it.
-    """
-    check_installed("executorch", shown)
-    with open(path, "rb") as file:
-        head = file.read(8)
-    if head[4:6] != _MAGIC:  # which ends the process in ExecuTorch's runtime
-        raise ExportError(f"{shown}: it is no file of ExecuTorch's")
-    runtime = importlib.import_module("executorch.runtime").Runtime.get()
-    try:
-        program = runtime.load_program(Path(path))
-        has_plan = _METHOD in program.method_names
-        note = program.load_method(_METHOD).execute([])[0] if has_plan else None
-    except Exception as error:
-        text = printable_line(f"{type(error).__name__}: {error}", 300)
-        raise ExportError(f"{shown}: ExecuTorch cannot load it: {text}") from error
-    return program, *plan_from(shown, note)

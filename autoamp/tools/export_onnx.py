@@ -31,11 +31,7 @@ _NODE = "pkg.torch.onnx.fx_node"
 
 
 def write(target: Target, program: torch.export.ExportedProgram, path: Path) -> None:
-    """Writes the ONNX file of a program, with the plan in its metadata.
-
-    Raises:
-        ExportError: onnx finds the model invalid.
-    """
+    """Writes the ONNX file of a program, with the plan in its metadata."""
     import onnx
 
     plan = plan_kept_in(program)
@@ -48,21 +44,14 @@ def write(target: Target, program: torch.export.ExportedProgram, path: Path) -> 
     own = _with_onnx_names(plan, model)
     model.metadata_props.add(key=compat.PLAN_KEY, value=own.to_json())
     path.write_bytes(model.SerializeToString())
-    try:
-        onnx.checker.check_model(os.fspath(path), full_check=True)
-    except Exception as error:
-        text = printable_line(str(error), 800)
-        raise ExportError(
-            f"torch's ONNX exporter made a model that onnx refuses: {text}. Keep the "
-            'op named there in fp32 (deny=["..."]), or try the other precision'
-        ) from error
 
 
 def opened(path: str | os.PathLike[str], shown: str) -> tuple[Any, Plan, SavedReport]:
     """The ONNX model in a file, its plan and its report, after a check.
 
     Raises:
-        ExportError: the file holds no plan, or other dtypes than planned.
+        ExportError: the file holds no plan, or other dtypes than planned; or onnx finds
+            the model invalid, or infers other dtypes than the file has.
     """
     check_installed("onnx", shown)
     import onnx
@@ -74,7 +63,15 @@ def opened(path: str | os.PathLike[str], shown: str) -> tuple[Any, Plan, SavedRe
         raise ExportError(f"{shown}: onnx cannot load it: {text}") from error
     notes = {each.key: each.value for each in model.metadata_props}
     plan, report = plan_from(shown, notes.get(compat.PLAN_KEY))
-    made = {name: (dtype,) for name, dtype, _ in _typed(_inferred(model, shown))}
+    try:
+        onnx.checker.check_model(os.fspath(path), full_check=True)
+    except Exception as error:
+        text = printable_line(str(error), 800)
+        raise ExportError(
+            f"{shown}: onnx refuses the model: {text}. To export it, keep the op named "
+            'there in fp32 (deny=["..."]), or try the other precision'
+        ) from error
+    made = {name: (dtype,) for name, dtype, _ in _typed(model)}
     plan.check(shown, "value", made, dict(_weights(model)))
     return model, plan, report
 
@@ -96,21 +93,6 @@ def _with_onnx_names(plan: Plan, model: Any) -> Plan:
         for name, dtype in _weights(model)
     }
     return replace(plan, nodes=nodes, weights=weights)
-
-
-def _inferred(model: Any, shown: str) -> Any:
-    """The model with all dtypes inferred anew from inputs, weights and attributes."""
-    import onnx
-
-    bare = onnx.ModelProto()
-    bare.CopyFrom(model)
-    for graph in _graphs(bare.graph):
-        del graph.value_info[:]
-    try:
-        return onnx.shape_inference.infer_shapes(bare, check_type=True)
-    except Exception as error:
-        text = printable_line(str(error), 500)
-        raise ExportError(f"{shown}: onnx refuses its types: {text}") from error
 
 
 def _typed(model: Any) -> Iterator[tuple[str, str, Any]]:

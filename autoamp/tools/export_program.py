@@ -37,7 +37,6 @@ from autoamp.runtime.kept import left_as_it_is
 from autoamp.runtime.program import disabled
 from autoamp.runtime.record import Record
 from autoamp.training.options import Options
-from autoamp.training.remedy import Remedy
 from autoamp.training.scale import NoLossScale
 from autoamp.training.scaling import ModelScaling
 
@@ -109,10 +108,6 @@ class Captured:
     program: torch.export.ExportedProgram
     signature: inspect.Signature
 
-    def copied_values(self) -> tuple[Any, ...]:
-        """The values, with tensors that a graph may write to."""
-        return pytree.tree_map_only(Tensor, Tensor.clone, self.values)  # type: ignore[no-any-return]
-
 
 def captured(model: nn.Module, call: Call) -> Captured:
     """The graph of a call of `model` in fp32, without gradients.
@@ -176,13 +171,11 @@ class Placed(NamedTuple):
         record: the record for its report.
         prepared: the graph.
         results: its results on the values of the call.
-        rule: the rule without which results would not be finite, if there is one.
     """
 
     record: Record
     prepared: Prepared
     results: list[Any]
-    rule: Remedy | None = None
 
 
 def placed(
@@ -214,7 +207,9 @@ def placed(
         if prepared.rewritten is None:
             raise ExportError(f"the pass failed on {label}: {prepared.problem}")
         with left_as_it_is(graph.model):
-            results = prepared.run(*graph.copied_values())
+            # The graph may write to its tensors.
+            values = pytree.tree_map_only(Tensor, Tensor.clone, graph.values)
+            results = prepared.run(*values)
     return Placed(record, prepared, [*results])
 
 

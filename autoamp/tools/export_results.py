@@ -6,27 +6,16 @@ The weights that a program holds are compared with those of the model, too.
 from __future__ import annotations
 
 import logging
-import operator
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from autoamp import compat
 from autoamp.dtypes import short_name
 from autoamp.errors import ExportError, VerificationError
-from autoamp.messages import class_name, counted
-from autoamp.passes.ops import base_name, is_view
-from autoamp.runtime.engine import Engine
-from autoamp.runtime.graph import Graph
-from autoamp.tools.export_plan import made_by
-from autoamp.tools.export_program import Call, Captured, Placed
 
 logger = logging.getLogger(__name__)
-
-_SHOWN = 4
 
 _ALWAYS_FINITE = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -67,14 +56,22 @@ def spoiled(given: Sequence[Any], exact: Sequence[Any]) -> int | None:
     return None
 
 
-def differs_in_whole_numbers(given: Sequence[Any], exact: Sequence[Any]) -> bool:
-    """Whether integers or bools differ from those of fp32: a NaN may have chosen."""
-    return any(
-        isinstance(one, Tensor)
-        and one.dtype in _ALWAYS_FINITE
-        and not torch.equal(one, true)
-        for one, true in zip(given, exact, strict=True)
-    )
+def check_finite(
+    label: str, given: Sequence[Any], exact: Sequence[Any], low: torch.dtype
+) -> None:
+    """Checks that results are finite where those of fp32 are.
+
+    Raises:
+        ExportError: one is not.
+    """
+    at = spoiled(given, exact)
+    if at is not None:
+        raise ExportError(
+            f"{label}: output {at} is not finite in {short_name(low)} on the example, "
+            "and is in fp32. autoamp.find_overflow(model, *args, "
+            f"precision={short_name(low)!r}) names the op, and the keep= or deny= to "
+            "export it with"
+        )
 
 
 def check_same(given: Sequence[Any], results: Sequence[Any]) -> None:
@@ -99,105 +96,79 @@ def check_as_true(
     Raises:
         VerificationError: a result is farther off, by more than a tenth.
     """
-    blame = (
-        "another spelling of its norms computes something else; this is a bug in "
-        "autoamp, please report it"
-    )
+    at = less_true(given, results, exact)
+    if at is not None:
+        raise VerificationError(
+            f"output {at} of the program is farther from fp32 than the rewritten "
+            "graph's was: another spelling of its norms computes something else; this "
+            "is a bug in autoamp, please report it"
+        )
+
+
+def less_true(
+    given: Sequence[Any], results: Sequence[Any], exact: Sequence[Any]
+) -> int | None:
+    """The position of the first result that is less true than another's by a tenth.
+
+    Args:
+        given: the results in question.
+        results: those that they stand beside.
+        exact: those of fp32.
+    """
     at = spoiled(given, exact)
     if at is not None:
-        raise VerificationError(f"output {at} of the program is not finite: {blame}")
+        return at
     for at, (one, was, true) in enumerate(zip(given, results, exact, strict=True)):
         if not (isinstance(true, Tensor) and true.is_floating_point()):
             continue
         finite = one.isfinite() & was.isfinite() & true.isfinite()
         now, then, exactly = (t.double()[finite] for t in (one, was, true))
-        size = float(exactly.norm())
         ours, before = (float((t - exactly).norm()) for t in (now, then))
-        if ours > _NO_LESS_TRUE * before + _ROUNDING * size:
-            raise VerificationError(
-                f"output {at} of the program is {ours:.3g} from that in fp32, and the "
-                f"rewritten graph's was {before:.3g}: {blame}"
-            )
+        if ours > _NO_LESS_TRUE * before + _ROUNDING * float(exactly.norm()):
+            return at
+    return None
 
 
 # -- beside the converted model --------------------------------------------------------
 
 
 def compare_with_converted(
-    graph: Captured, engine: Engine, call: Call, made: Placed
+    label: str,
+    given: Sequence[Any],
+    others: Sequence[Any],
+    exact: Sequence[Any],
+    *,
+    to_the_bit: bool,
+    strict: bool,
 ) -> None:
     """Says where a program gives other results than the converted model itself.
 
     Args:
-        engine: runs the graphs of the converted model.
-        made: what the program was made of.
+        given: the results of the program.
+        others: those of the converted model.
+        exact: those of fp32.
+        to_the_bit: whether each difference counts; else only a result that is less
+            true than the model's does, for a program may round elsewhere.
+        strict: whether a difference is an error.
 
     Raises:
-        ExportError: the results differ, and the conversion is strict.
+        ExportError: the results differ, and `strict` is set.
     """
-    before = {each: each.runs for each in engine.record.graphs}
-    others = call.results(graph.model)
-    at = first_difference(made.results, others)
+    is_alike = len(given) == len(others) == len(exact)
+    if to_the_bit or not is_alike:
+        at = first_difference(given, others)
+    else:
+        at = less_true(given, others, exact)
     if at is None:
         return
-    ran = [each for each in engine.record.graphs if each.runs > before.get(each, 0)]
-    why = _why(ran, made.prepared.gm, engine.options.backend)
-    if made.rule is not None:
-        why = (
-            f"the program has {made.rule}, without which its results are not finite; "
-            "convert the model with that too"
-        )
     text = (
-        f"output {at} of the exported {class_name(graph.model)} "
-        f"{_how_far(made.results, others, at)} that of the converted model: {why}"
+        f"output {at} of the exported {label} {_how_far(given, others, at)} that of "
+        "the converted model. autoamp.report(model) and the plan of the program have "
+        "the precision of each op"
     )
-    if engine.options.strict:
+    if strict:
         raise ExportError(text)
     logger.warning("autoamp: %s", text)
-
-
-def _why(ran: Sequence[Graph], gm: fx.GraphModule, backend: object) -> str:
-    """What a call of the model runs that the program does not, or the other way."""
-    if not any(graph.rewritten for graph in ran):
-        return "the model runs in fp32 at this call, as autoamp.report(model) says"
-    theirs = _calls(graph.gm for graph in ran)
-    ours = _calls([gm])
-    apart = [
-        f"only the {who} calls {_listed(more)}"
-        for who, more in (("model", theirs - ours), ("program", ours - theirs))
-        if more
-    ]
-    if apart:
-        return "; ".join(apart)
-    if backend != "eager":
-        return "both compute with the same ops, and a compiler runs those of the model"
-    return (
-        "both compute with the same ops in the same precisions, and a kernel of "
-        "torch's rounds otherwise for operands that lie elsewhere in memory"
-    )
-
-
-def _calls(graphs: Iterable[fx.GraphModule]) -> Counter[str]:
-    """The calls of graphs and bodies, without views, each with the dtype it makes."""
-    found: Counter[str] = Counter()
-    for graph in graphs:
-        for _, node, dtypes in made_by(graph.graph):
-            target: Any = node.target
-            is_op = isinstance(target, compat.OpOverload)
-            shows = is_view(target) if is_op else target is operator.getitem
-            name = base_name(target) if is_op else target.__name__
-            if dtypes[0].is_floating_point and not shows:
-                found[f"{name.rpartition('::')[2]} in {short_name(dtypes[0])}"] += 1
-    return found
-
-
-def _listed(calls: Counter[str]) -> str:
-    shown = [
-        f"{name} ({counted(count, 'time')})" if count > 1 else name
-        for name, count in calls.most_common(_SHOWN)
-    ]
-    more = len(calls) - len(shown)
-    return ", ".join(shown) + (f" and {counted(more, 'other')}" if more > 0 else "")
 
 
 def _how_far(some: Sequence[Any], others: Sequence[Any], at: int) -> str:

@@ -18,9 +18,10 @@ import torch
 from autoamp.dtypes import LOW_DTYPES, short_name
 from autoamp.errors import ExportError, OptionError
 from autoamp.passes.rules import Category, Rule, Rules
+from autoamp.removed import TARGETS as REMOVED_TARGETS
 from autoamp.training.options import Options
 
-Kind = Literal["pt2", "aoti", "onnx", "pte"]
+Kind = Literal["pt2", "aoti", "onnx"]
 
 TargetName = Literal[
     "pt2",
@@ -29,7 +30,6 @@ TargetName = Literal[
     "onnxruntime-cpu",
     "onnxruntime-cuda",
     "tensorrt",
-    "executorch",
 ]
 """The names that `target=` takes; `targets.toml` has their facts."""
 
@@ -37,7 +37,6 @@ SUFFIXES: dict[Kind, str] = {
     "pt2": ".pt2",
     "aoti": ".pt2",
     "onnx": ".onnx",
-    "pte": ".pte",
 }
 """The name of a file of each kind ends like this; torch's loaders ask for it."""
 
@@ -112,11 +111,9 @@ def check_installed(package: str, what: str) -> None:
         ExportError: it cannot; the message says that `what` needs it.
     """
     if importlib.util.find_spec(package) is None:
-        how = "pip install 'autoamp[onnx]'"
-        if package == "executorch":
-            how = "pip install 'autoamp[executorch]'"
         raise ExportError(
-            f"{what} needs the package {package}, which is not installed here: {how}"
+            f"{what} needs the package {package}, which is not installed here: "
+            "pip install 'autoamp[onnx]'"
         )
 
 
@@ -146,6 +143,8 @@ def target_of(name: str | None) -> Target:
         OptionError: there is no such target.
     """
     known = targets()
+    if name in REMOVED_TARGETS:
+        raise OptionError(f"target={name!r} was removed: {REMOVED_TARGETS[name]}")
     if name is None:
         return known["pt2"]
     if not isinstance(name, str) or name not in known:

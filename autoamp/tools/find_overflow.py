@@ -382,16 +382,14 @@ class Search:
         low: torch.dtype,
         *,
         scale: float = 1.0,
-        any_harm: bool = False,
     ) -> None:
         """Makes a search.
 
         Args:
             options: the options of the call in question.
-            any_harm: whether a step is to blame only if it spoiled a result.
         """
         self.player, self.scale, self.label, self.low = player, scale, label, low
-        self.options, self.any_harm = options, any_harm
+        self.options = options
         self.own: set[Any] = set()
         self.own_fault: Step | None = None
 
@@ -416,7 +414,7 @@ class Search:
 
     def _blamed(self, call: RecordedCall) -> Step | None:
         """The step to blame, unless fp32 fails at that step as well."""
-        if self.any_harm or self.own_fault is not None:
+        if self.own_fault is not None:
             step = harmful(call.trail, call.loss)
             return None if step is None or step.key in self.own else step
         return first_out_of_range(call.trail, call.loss, self.own)

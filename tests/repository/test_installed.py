@@ -15,7 +15,6 @@ from tests.repository.test_packaging import PROJECT, REPO, run
 
 SHIPPED = ["autoamp", "autoamp_cli", "autoamp_autoload.py", "autoamp_heat.py"]
 GUARDED = {
-    "executorch": ("executorch", "tools/export_targets.py"),
     "onnx": ("onnx", "tools/export_targets.py"),
 }
 """A module that may be missing, the extra that brings it, and the file that says so."""

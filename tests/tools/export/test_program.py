@@ -14,8 +14,7 @@ import autoamp
 from tests.logs import warned
 from tests.says import says
 from tests.small_models import BF16, mlp
-from tests.tools.export.programs import FP16, Heads, X, dtypes_in, plan_of, two
-from tests.tools.export.test_table import UNet
+from tests.tools.export.programs import FP16, X, dtypes_in, plan_of, two
 
 
 def test_the_graph_holds_torchs_ops_and_tells_where_they_are_from() -> None:
@@ -143,23 +142,40 @@ def test_a_half_model_is_exported_as_it_is(caplog: pytest.LogCaptureFixture) -> 
     assert torch.equal(program.module()(X.bfloat16()), model(X.bfloat16()))
 
 
-def test_a_difference_is_told_by_what_differs(caplog: pytest.LogCaptureFixture) -> None:
-    converted = autoamp.convert(UNet().eval(), **BF16)
-    autoamp.export(converted, (torch.randn(2, 3, 16, 16),), deny=["conv2d"])
-    (line,) = [each for each in warned(caplog) if "converted model" in each]
-    says(line, "UNet", "output 0", op=["conv2d in bf16 (3 times)", "conv2d in fp32"])
-    assert "autoamp diff" not in line
+ENCODER = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
 
 
-def test_a_rule_that_the_model_lacks_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    x = torch.randn(4, 32)
-    autoamp.export(autoamp.convert(Heads().eval(), **FP16), (x,))
-    (line,) = [each for each in warned(caplog) if "converted model" in each]
-    says(line, "finite", option='keep=["b"]')
-    strict = autoamp.convert(Heads().eval(), strict=True, **FP16)
+@pytest.mark.parametrize("target", [None, "pt2", "aoti"])
+def test_every_bit_is_compared_for_each_target_of_torchs(
+    target: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch.export captures this layer otherwise than Dynamo does."""
+    x = torch.randn(2, 10, 32, generator=torch.Generator().manual_seed(0))
+    model = autoamp.convert(copy.deepcopy(ENCODER), **BF16)
+    program = autoamp.export(model, (x,), target=target)
+    with torch.no_grad():
+        differs = not torch.equal(program.module()(x), model(x))
+    lines = [each for each in warned(caplog) if "converted model" in each]
+    assert bool(lines) == differs
+    autoamp.export(model, (x,), target=target, deny=["linear"])
+    (line,) = [each for each in warned(caplog) if each not in lines]
+    says(line, "TransformerEncoderLayer", "output 0", "differs by up to")
+    strict = autoamp.convert(copy.deepcopy(ENCODER), strict=True, **BF16)
     with pytest.raises(autoamp.ExportError) as raised:
-        autoamp.export(strict, (x,))
-    says(raised, option='keep=["b"]')
+        autoamp.export(strict, (x,), target=target, deny=["linear"])
+    says(raised, "output 0", "converted model")
+
+
+@pytest.mark.parametrize("target", ["onnx", "tensorrt"])
+def test_another_runtime_may_be_truer_than_the_model_and_not_less(
+    target: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = autoamp.convert(two(), **FP16)
+    autoamp.export(model, (X,), target=target, deny=["linear"])
+    assert not [each for each in warned(caplog) if "converted model" in each]
+    autoamp.export(model, (X,), target=target, precision="bf16")
+    (line,) = [each for each in warned(caplog) if "converted model" in each]
+    says(line, "output 0", "differs by up to")
 
 
 # -- what is refused ----------------------------------------------------------------

@@ -282,7 +282,7 @@ def test_an_encoder_that_torch_captures_otherwise_is_as_true(
     exact = copy.deepcopy(model).double()(x.double())
     converted = autoamp.convert(model, precision="bf16", do_no_harm=False)
     program = autoamp.export(converted, (x,))
-    assert any("_native_multi_head_attention" in line for line in warned(caplog))
+    assert any("converted model" in line for line in warned(caplog))
     with torch.no_grad():
         errors = [float((m(x) - exact).norm()) for m in (program.module(), converted)]
     assert errors[0] <= 1.1 * errors[1]
