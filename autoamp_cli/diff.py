@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from autoamp_cli.commands import command
-from autoamp_cli.outputs import PATH, as_json, refuse_unwritable, with_json, write
+from autoamp_cli.outputs import as_json, refuse_unwritable, with_json, write
 from autoamp_cli.problem import Problem
 from autoamp_cli.waiting import waiting
 
@@ -24,13 +24,6 @@ from autoamp_cli.waiting import waiting
 @click.option(
     "--full", is_flag=True, help="Print every row, not the first of each kind."
 )
-@click.option(
-    "--html",
-    "html_to",
-    metavar="FILE",
-    type=PATH,
-    help="Draw OLD and NEW side by side; both are pages, of `explain --html`.",
-)
 @click.argument("old")
 @click.argument("new", nargs=-1, required=True)
 @click.pass_context
@@ -40,7 +33,6 @@ def diff(
     new: tuple[str, ...],
     *,
     json_to: str | None,
-    html_to: str | None,
     full: bool,
     exit_code: bool,
 ) -> None:
@@ -55,30 +47,24 @@ def diff(
     Examples:
       autoamp explain models.resnet:example --json new.json
       autoamp diff precision.json new.json --exit-code
-      autoamp diff old.html new.html --html diff.html
+      autoamp diff old.html new.html
       autoamp diff resnet.pt2 resnet.onnx precision.json
     """
-    refuse_unwritable(json_to, html_to)
-    if html_to and len(new) > 1:
-        raise click.UsageError("--html draws OLD beside one NEW: give one")
+    refuse_unwritable(json_to)
     with waiting("comparing"):
         from autoamp.errors import AutoampError
         from autoamp.passes.saved import diff as compared
 
         try:
-            for path in (json_to, html_to):
-                _refuse_to_replace(path)
+            _refuse_to_replace(json_to)
             first = _report(old)
             found = [compared(first, _report(path)) for path in new]
-            page = _page(old, *new) if html_to else ""
         except AutoampError as error:
             raise Problem(str(error)) from None
     if json_to:
         each = [one.to_dict() for one in found]
         write(json_to, as_json(each if len(each) > 1 else each[0]))
-    if html_to:
-        write(html_to, page)
-    if "-" not in (json_to, html_to):
+    if json_to != "-":
         from rich.console import Console
 
         from autoamp_cli.diff_table import table_of
@@ -92,12 +78,6 @@ def diff(
     ctx.exit(int(differ))
 
 
-def _page(old: str, new: str) -> str:
-    from autoamp.report.page.pair import side_by_side
-
-    return side_by_side(old, new)
-
-
 def _refuse_to_replace(path: str | None) -> None:
     """Refuses to write over a report, which `--json OLD NEW NEW` would do."""
     if path is None or not os.path.isfile(path):
@@ -109,7 +89,7 @@ def _refuse_to_replace(path: str | None) -> None:
     except AutoampError:
         return
     raise click.UsageError(
-        f"{path} would write over a report: give --json and --html after OLD and NEW"
+        f"{path} would write over a report: give --json after OLD and NEW"
     )
 
 
@@ -120,7 +100,7 @@ def _report(path: str) -> Any:
 
         return plan_in(path)[1]
     if path.endswith((".html", ".htm")):
-        from autoamp.report.page.pair import page_at, report_of_page
+        from autoamp.report.page.read import page_at, report_of_page
 
         return report_of_page(path, page_at(path))
     from autoamp.passes.saved import load

@@ -19,6 +19,7 @@ OPTIONS = {
     ("bench", "--memory"): _ONE_BATCH,
     ("bench", "--plot"): "bench --json has the times",
     ("bench", "--sweep"): _ONE_BATCH,
+    ("diff", "--html"): "`autoamp diff OLD NEW` prints what differs",
     ("explain", "--mesh"): _ONE_DEVICE,
     ("explain", "--node"): _ONE_DEVICE,
     ("explain", "--network"): _ONE_DEVICE,

@@ -312,7 +312,6 @@ SCRIPTS = (
     "copy.js",
     "panel.js",
     "module.js",
-    "changes.js",
     "overview.js",
     "search.js",
     "keys.js",

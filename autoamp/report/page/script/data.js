@@ -37,7 +37,7 @@ function indexGraph(raw) {
 function indexSide({ groups, nodes, islandOf }, side) {
   const readers = nodes.map(() => []);
   const edges = groups.map(() => new Map());
-  const counts = groups.map(() => ({ nodes: 0, low: 0, fp32: 0, casts: 0, changed: 0, islands: new Set() }));
+  const counts = groups.map(() => ({ nodes: 0, low: 0, fp32: 0, casts: 0, islands: new Set() }));
   const add = (group, from, to, pair) => {
     const key = from + ">" + to;
     const found = edges[group].get(key);
@@ -61,7 +61,6 @@ function count(groups, counts, node, side, islandOf) {
     const here = counts[g];
     here.nodes += 1;
     if (CASTS.has(node.kind)) here.casts += 1;
-    if (node.change) here.changed += 1;
     if (node.decision) here[side === "after" && node.decision.precision !== report.dtypes.high ? "low" : "fp32"] += 1;
     if (islandOf.has(node.index)) here.islands.add(islandOf.get(node.index));
   }

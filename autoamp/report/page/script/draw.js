@@ -154,9 +154,9 @@ function drawShare(g, box, { low, fp32 }) {
 
 function classOf({ side, graph }, box) {
   const { item } = box;
-  if (item.isGroup) return box.inner ? "item group open" : "item group" + (graph.sides[side].counts[item.index].changed ? " changed" : "");
+  if (item.isGroup) return box.inner ? "item group open" : "item group";
   const kept = item.cast && !item.cast.every_call ? " kept" : "";
-  return `item node ${item.kind} ${precisionClass(item[side].precision)}${kept}${item.change ? " changed" : ""}`;
+  return `item node ${item.kind} ${precisionClass(item[side].precision)}${kept}`;
 }
 
 /** The words of an item for a screen reader. */

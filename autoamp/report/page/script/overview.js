@@ -16,21 +16,21 @@ function showOverview() {
   const { answers } = report;
   const isBefore = state.side === "before";
   panel.replaceChildren(
-    ...(isBefore ? [] : verdict()), ...changesPart(),
-    report.diff ? "" : h("div", { class: "summary" }, answers.figures[state.side].map(({ value, title, note }) => figure(value, title, note))),
+    ...(isBefore ? [] : verdict()),
+    h("div", { class: "summary" }, answers.figures[state.side].map(({ value, title, note }) => figure(value, title, note))),
     ...gains(answers.gains),
-    report.diff ? "" : part("What runs low", isBefore ? h("p", {}, "Nothing: this is the graph before the pass.") : answers.runs_low.map((text) => h("p", {}, text)),
+    part("What runs low", isBefore ? h("p", {}, "Nothing: this is the graph before the pass.") : answers.runs_low.map((text) => h("p", {}, text)),
       report.explained_for ? h("p", { class: "note" }, "Explained for " + report.explained_for + ".") : ""),
     ...(isBefore ? [] : nextSteps()));
-  if (tables.ops.length && !report.diff) {
+  if (tables.ops.length) {
     const all = (row) => row.low + row.fp32;
     panel.append(table("Ops of this graph by category", isBefore ? ["category", "fp32"] : ["category", low, "fp32"],
       tables.ops.map((row) => [h("span", { title: row.meaning }, row.category), ...(isBefore ? [all(row)] : [row.low, row.fp32])])));
   }
-  if (!isBefore && tables.casts.length && !report.diff) {
+  if (!isBefore && tables.casts.length) {
     panel.append(table("Casts of this graph", ["kind", "count", "bytes"], tables.casts.map((row) => [castTitle(row), row.count, inBytes(row.bytes)])));
   }
-  if (tables.ops.length && !report.diff) panel.append(...placements(tables));
+  if (tables.ops.length) panel.append(...placements(tables));
   if (report.skipped.length) panel.append(part("Not converted", skipped()));
 }
 

@@ -46,18 +46,18 @@ function listenToTabs() {
 }
 
 /** A button that shows a node, with the colour of its precision. */
-function nodeButton(index, text) {
+function nodeButton(index) {
   const node = state.graph.nodes[index];
   const place = node[state.side] ?? node.after ?? node.before;
   const colour = node.kind === "cast" ? "cast" : precisionClass(place.precision);
   return h("button", { type: "button", class: "link", onclick: () => go(node) },
-    h("span", { class: "dot " + colour }), text ?? node.name);
+    h("span", { class: "dot " + colour }), node.name);
 }
 
 /** A list of nodes, of which the first are shown at once. */
-function nodeList(indices, textOf = () => undefined) {
+function nodeList(indices) {
   const list = h("ul", { class: "nodes" });
-  const add = (some) => list.append(...some.map((n) => h("li", {}, nodeButton(n, textOf(n)))));
+  const add = (some) => list.append(...some.map((n) => h("li", {}, nodeButton(n))));
   add(indices.slice(0, MOST_LISTED));
   const rest = indices.slice(MOST_LISTED);
   if (!rest.length) return list;
@@ -95,7 +95,6 @@ function showNode(node) {
     h("div", { class: "head" }, h("h2", {}, breakable(node.cast ? node.cast.kind + " cast" : node.title)), close),
     h("p", { class: "name" }, h("code", {}, breakable(node.name))),
     chips(node),
-    counterpart(node),
     node.decision ? decided(node) : undecided(node),
     node.decision?.root ? rooted(node.decision.root) : "",
     node.decision ? part("In " + node.decision.flip.to + " instead", ...flipped(node.decision.flip), remedied(node)) : "",

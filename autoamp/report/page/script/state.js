@@ -119,13 +119,9 @@ function whole() {
 function toggle(group) {
   if (group.parent < 0) return;
   const opens = !state.open.has(group.index);
-  // The counterpart in the other report opens and closes with the module.
-  for (const each of [group, twinOf(group)]) {
-    if (!each) continue;
-    if (opens) state.open.add(each.index);
-    else state.open.delete(each.index);
-    state.layouts.forget(each);
-  }
+  if (opens) state.open.add(group.index);
+  else state.open.delete(group.index);
+  state.layouts.forget(group);
   state.at = group.id;
   render(group.id);
   bringIn(state.shown.get(group.id));
@@ -170,23 +166,17 @@ function filterIslands(on) {
   mark();
 }
 
-/** The counterpart of an item in the other report, or null. */
-const twinOf = (item) => (Number.isInteger(item.twin) ? itemOf(state.graph, item.id[0] + item.twin) : null);
-
-/** Opens the modules around an item and its counterpart, as far as they are closed. */
+/** Opens the modules around an item, as far as they are closed. */
 function reveal(item) {
-  let isNew = false;
-  for (const each of [item, twinOf(item)]) {
-    let opened = null;
-    for (let g = each ? (each.isGroup ? each.parent : each.group) : 0; g > 0; g = state.graph.groups[g].parent) {
-      if (state.open.has(g)) continue;
-      state.open.add(g);
-      opened = opened ?? state.graph.groups[g];
-    }
-    if (opened) state.layouts.forget(opened);
-    isNew = isNew || Boolean(opened);
+  let opened = null;
+  for (let g = item.isGroup ? item.parent : item.group; g > 0; g = state.graph.groups[g].parent) {
+    if (state.open.has(g)) continue;
+    state.open.add(g);
+    opened = opened ?? state.graph.groups[g];
   }
-  if (isNew) render();
+  if (!opened) return;
+  state.layouts.forget(opened);
+  render();
 }
 
 /** Shows the details of a node, opens the modules around it, and brings it into view. */
@@ -216,7 +206,6 @@ function pick(id) {
 function mark() {
   const picked = state.picked && itemOf(state.graph, state.picked);
   const near = new Set(picked && !picked.isGroup ? neighbours(picked) : []);
-  if (picked && twinOf(picked)) near.add(twinOf(picked).id);
   const isPicked = (index) => (picked.isGroup ? isInside(state.graph.nodes[index], picked) : index === picked.index);
   if (!state.shown.has(state.at)) state.at = state.shown.keys().next().value ?? null;
   for (const [id, { item, element }] of state.shown) {

@@ -38,7 +38,6 @@ function linesOf(graph, side, item) {
     const ops = counts.low + counts.fp32;
     const parts = [ops ? plural(ops, "op") : plural(counts.nodes, "node")];
     if (counts.casts) parts.push(plural(counts.casts, "cast"));
-    if (counts.changed) parts.push(grouped(counts.changed) + " changed");
     return [item.label, parts.join("  \u00b7  ")];
   }
   if (item.kind === "cast") return ["\u2192 " + item.cast.dtype];
