@@ -36,7 +36,7 @@ from autoamp.training.boundary import (
     params_of,
 )
 from autoamp.training.ledger import BACKWARDS, GraphRun
-from autoamp.training.masters import Masters, has_half, have_masters
+from autoamp.training.masters import Masters, given_out, has_half, have_masters
 from autoamp.training.meter import METERS, meter_of
 from autoamp.training.options import Options
 from autoamp.training.ranks import (
@@ -327,6 +327,9 @@ def _take_on_later(optimizer: Optimizer, outer: Optimizer) -> None:
     handle = first.register_post_accumulate_grad_hook(take)
 
 
+_alone: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""Optimizers of weights without masters, with how many had been given masters then."""
+
 _waiting: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that get masters in the next backward."""
 
@@ -337,8 +340,12 @@ def _share(optimizer: Optimizer) -> None:
     The weights have gradients in fp32, beside which weights in half precision would
     be an error in most steps.
     """
-    params = params_of(optimizer)
-    if optimizer in _declined or not (has_half(params) and have_masters(params)):
+    params, count = params_of(optimizer), given_out()
+    # A look at each weight would cost every step of every other optimizer.
+    if _alone.get(optimizer) == count or optimizer in _declined:
+        return
+    if not (has_half(params) and have_masters(params)):
+        _alone[optimizer] = count
         return
     models = compat.models_of_weights(params)
     with attached([optimizer]) as [boundary]:

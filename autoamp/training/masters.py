@@ -93,6 +93,14 @@ def have_masters(params: Iterable[torch.Tensor]) -> bool:
     )
 
 
+def given_out() -> int:
+    """How many optimizers have been given masters so far."""
+    return _given_out[0]
+
+
+_given_out = [0]
+
+
 class Masters:
     """The masters of one optimizer's half-precision parameters.
 
@@ -104,6 +112,7 @@ class Masters:
 
     def __init__(self, optimizer: Optimizer, *, split: bool = True) -> None:
         """Args: `split` is whether masters are split where they can be."""
+        _given_out[0] += 1
         self._optimizer = weakref.ref(optimizer)
         # Other code may hold a boundary, and so these masters, for longer.  (A weak
         # reference's own callback runs as Python ends, too, when torch 2.13 aborts:
