@@ -497,7 +497,7 @@ def detach(boundary: OptimizerBoundary) -> None:
     if optimizer.__dict__.get("step") != boundary.bound:
         boundary.off = True
         return
-    for name in ("step", "step_was_skipped", _STATE):
+    for name in ("step", "step_was_skipped", "__reduce_ex__", _STATE):
         optimizer.__dict__.pop(name, None)
     if boundary.previous is not None:
         optimizer.__dict__["step"] = boundary.previous

@@ -266,6 +266,16 @@ class OptimizerBoundary:
             loaded.clear()
             whole.clear()
 
+        this, of = weakref.ref(self), self._optimizer
+
+        def reduce(protocol: Any) -> Any:
+            boundary, found = this(), of()
+            if boundary is not None and boundary.masters is not None:
+                return saved_masters.reduced(boundary.masters, protocol)
+            return type(found).__reduce_ex__(found, protocol)  # type: ignore[call-arg]
+
+        # A copy or a pickle of an optimizer is made of its groups and state alone.
+        optimizer.__dict__["__reduce_ex__"] = reduce
         self.hooks = [
             optimizer.register_state_dict_post_hook(save),
             optimizer.register_load_state_dict_pre_hook(before_load),

@@ -24,7 +24,6 @@ import logging
 import sys
 import types
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -44,8 +43,9 @@ from autoamp.training.exchange import (
     own_tensors,
     shares_memory,
 )
-from autoamp.training.separable import body_of, is_elementwise, part_of
-from autoamp.training.split import Chunk, can_split, chunks_of, follow, in_order
+from autoamp.training.separable import body_of, is_elementwise
+from autoamp.training.split import Chunk, can_split, chunks_of, follow
+from autoamp.training.step_chunks import step_chunk, step_cut
 
 logger = logging.getLogger(__name__)
 
@@ -142,8 +142,6 @@ class Masters:
         self._before = optimizer.register_step_pre_hook(self._enter)
         self._after = optimizer.register_step_post_hook(self._exit)
         self._order_hooks()
-        # A copy or a pickle of an optimizer is made of its groups and state alone.
-        self._put_on(optimizer, "__reduce_ex__", _weakly(self._reduced_to))
         self._surround(optimizer, methods_of(optimizer))
         if self._doubt:
             held = own_tensors(optimizer)
@@ -603,7 +601,9 @@ class Masters:
             if body is not None and any(p.grad is not None for p in chunk.params):
                 chunk.begin()
                 try:
-                    (self._step_cut if chunk.is_cut else self._step_chunk)(chunk, body)
+                    (step_cut if chunk.is_cut else step_chunk)(
+                        self.optimizer, chunk, body
+                    )
                 finally:
                     chunk.end()
         split = {id(p) for chunk in self.chunks for p in chunk.params}
@@ -611,47 +611,6 @@ class Masters:
             params = group["params"]
             self._lists.append((params, [*params]))
             params[:] = [p for p in params if id(p) not in split]
-
-    def _step_chunk(self, chunk: Chunk, body: Callable[..., Any]) -> None:
-        """Steps one chunk, by an optimizer of the same class, settings and state."""
-        chunk.open()
-        optimizer = self.optimizer
-        part = part_of(optimizer, {id(p): p for p in chunk.params}, optimizer.state)
-        try:
-            opened = Exchange(zip(chunk.params, chunk.masters, strict=True))
-            try:
-                body(part)
-            finally:
-                opened.end(rounds=False)
-        finally:
-            chunk.close()
-
-    def _step_cut(self, chunk: Chunk, body: Callable[..., Any]) -> None:
-        """Steps one large weight piece by piece, as an elementwise optimizer may."""
-        (param,) = chunk.params
-        state, grad = self.optimizer.state, param.grad
-        before: dict[str, Any] = state.get(param, {})
-        after = dict(before)
-        assert grad is not None, "a weight without a gradient is not stepped"
-        if grad.stride() != param.stride():
-            grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
-        for piece, (start, stop) in enumerate(chunk.pieces):
-            chunk.open(piece)
-            (master,) = chunk.masters
-            master.grad = in_order(grad)[start:stop].float()
-            own = {k: _cut(v, param, start, stop) for k, v in before.items()}
-            states = defaultdict(dict, {master: own} if before else {})
-            part = part_of(self.optimizer, {id(param): master}, states)
-            try:
-                body(part)
-            finally:
-                master.grad = None  # a view would hold the whole gradient
-                chunk.close(piece)
-                for key, value in states.get(master, {}).items():
-                    after[key] = _put(value, after.get(key), param, start, stop)
-        if after:
-            state[param] = after
-        torch.autograd.graph.increment_version(param)
 
     def _put_in(self) -> None:
         if self.cannot:
@@ -760,49 +719,6 @@ class Masters:
                 named[f"{_UNNAMED}{index}"] = of[held]
         return named
 
-    def carried(
-        self, values: Mapping[torch.Tensor, torch.Tensor]
-    ) -> dict[int, dict[Any, torch.Tensor]]:
-        """The masters, with the state in fp32, by the parameters' positions.
-
-        Of sharded parameters nothing: their state is saved by tools of their own.
-
-        Args:
-            values: the master of each parameter.
-        """
-        found = {}
-        for index, param in enumerate(self.in_order()):
-            sharded = compat.is_distributed(param) or compat.is_flattened(param)
-            if param not in values or sharded:
-                continue
-            state = self.optimizer.state.get(param)
-            found[index] = {KEY_BESIDE: values[param].detach()} | {
-                key: value
-                for key, value in (state.items() if isinstance(state, dict) else ())
-                if isinstance(value, torch.Tensor) and value.is_floating_point()
-                if key != "step"
-            }
-        return found
-
-    def _reduced_to(self, protocol: Any) -> Any:
-        """What a pickle or a deep copy of the optimizer is made of, as `__reduce_ex__`.
-
-        The masters are carried along until there are masters of the copy.
-        """
-        kind: Any = type(self.optimizer)
-        made = kind.__reduce_ex__(self.optimizer, protocol)
-        held = made[2] if len(made) > 2 and isinstance(made[2], dict) else {}
-        if not (self.params and held.get("param_groups") and "state" in held):
-            return made
-        first, *rest = held["param_groups"]
-        carried = self.carried(self.values())
-        state = defaultdict(dict, held["state"])
-        for param in self.params:
-            if param in state:
-                state[param] = in_dtype(state[param], param.dtype)
-        groups = [{**first, KEY_CARRIED: carried}, *rest]
-        return (*made[:2], {**held, "param_groups": groups, "state": state}, *made[3:])
-
 
 def _end(known: weakref.ref[Masters]) -> None:
     masters = known()
@@ -818,16 +734,6 @@ def _is_closure(value: Any) -> bool:
     return isinstance(value, (types.FunctionType, types.MethodType, functools.partial))
 
 
-def _weakly(method: Any) -> Callable[..., Any]:
-    """A method as a function that does not keep the method's object alive."""
-    weak = weakref.WeakMethod(method)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return weak()(*args, **kwargs)  # type: ignore[misc]
-
-    return call
-
-
 def _surrounded(masters: Masters, holder: Optimizer, name: str) -> Callable[..., Any]:
     """The method of an optimizer's class, called with the masters in place."""
     function = getattr(type(holder), name)
@@ -840,32 +746,6 @@ def _surrounded(masters: Masters, holder: Optimizer, name: str) -> Callable[...,
         return bound(*args, **kwargs) if now is None else now.call(bound, args, kwargs)
 
     return method
-
-
-def _cut(value: Any, param: torch.Tensor, start: int, stop: int) -> Any:
-    """The elements of a piece of a weight in one entry of the weight's state."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.shape != param.shape:  # the number of steps, which each piece counts
-        return value.clone()
-    if value.stride() != param.stride():
-        value = torch.empty_like(param, dtype=value.dtype).copy_(value)
-    return in_order(value)[start:stop]
-
-
-def _put(value: Any, whole: Any, param: torch.Tensor, start: int, stop: int) -> Any:
-    """An entry of a weight's state, with the elements of a piece as in `value`."""
-    if not isinstance(value, torch.Tensor) or value.shape != (stop - start,):
-        return value
-    if not isinstance(whole, torch.Tensor) or whole.stride() != param.stride():
-        old = whole
-        whole = torch.zeros_like(param, dtype=value.dtype)
-        if isinstance(old, torch.Tensor):
-            whole.copy_(old)
-    kept = in_order(whole)[start:stop]
-    if compat.data_address(kept) != compat.data_address(value):
-        kept.copy_(value)
-    return whole
 
 
 def _hand_over(master: torch.Tensor | None, value: torch.Tensor) -> None:

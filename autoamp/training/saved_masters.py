@@ -9,6 +9,7 @@ along uncast where the state is loaded before there are masters.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from autoamp import compat
 from autoamp.errors import CheckpointError
-from autoamp.training.masters import KEY_BESIDE, KEY_CARRIED, Masters
+from autoamp.training.masters import KEY_BESIDE, KEY_CARRIED, Masters, in_dtype
 
 KEY = "autoamp_masters"
 """The entry of an optimizer's saved state: the masters by parameter name."""
@@ -31,7 +32,52 @@ def save(masters: Masters, state: dict[str, Any]) -> None:
             own = {KEY_BESIDE: values[param]}
             state["state"][index] = state["state"].get(index, {}) | own
     if values and state["param_groups"] and not compat.saved_by_tools():
-        state["param_groups"][0][KEY_CARRIED] = masters.carried(values)
+        state["param_groups"][0][KEY_CARRIED] = _carried(masters, values)
+
+
+def reduced(masters: Masters, protocol: Any) -> Any:
+    """What a pickle or a deep copy of the optimizer is made of, as by `__reduce_ex__`.
+
+    The masters are carried along until there are masters of the copy.
+    """
+    kind: Any = type(masters.optimizer)
+    made = kind.__reduce_ex__(masters.optimizer, protocol)
+    held = made[2] if len(made) > 2 and isinstance(made[2], dict) else {}
+    if not (masters.params and held.get("param_groups") and "state" in held):
+        return made
+    first, *rest = held["param_groups"]
+    carried = _carried(masters, masters.values())
+    state = defaultdict(dict, held["state"])
+    for param in masters.params:
+        if param in state:
+            state[param] = in_dtype(state[param], param.dtype)
+    groups = [{**first, KEY_CARRIED: carried}, *rest]
+    return (*made[:2], {**held, "param_groups": groups, "state": state}, *made[3:])
+
+
+def _carried(
+    masters: Masters, values: Mapping[torch.Tensor, torch.Tensor]
+) -> dict[int, dict[Any, torch.Tensor]]:
+    """The masters, with the state in fp32, by the parameters' positions.
+
+    Of sharded parameters nothing: their state is saved by tools of their own.
+
+    Args:
+        values: the master of each parameter.
+    """
+    found = {}
+    for index, param in enumerate(masters.in_order()):
+        sharded = compat.is_distributed(param) or compat.is_flattened(param)
+        if param not in values or sharded:
+            continue
+        state = masters.optimizer.state.get(param)
+        found[index] = {KEY_BESIDE: values[param].detach()} | {
+            key: value
+            for key, value in (state.items() if isinstance(state, dict) else ())
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+            if key != "step"
+        }
+    return found
 
 
 def check(masters: Masters, saved: Any) -> None:
