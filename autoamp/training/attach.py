@@ -531,14 +531,13 @@ def new_scaling(
     *,
     low: torch.dtype | None = None,
     automatic: bool = False,
-    on_step: Sequence[Callable[..., None]] = (),
 ) -> ModelScaling:
     """The scaling of one conversion; optimizers are met as long as the scaling lives.
 
     Args:
         options: the options of the conversion.
         loss_scale: the loss scale to begin with.
-        label, find_models, low, automatic, on_step: as for `ModelScaling`.
+        label, find_models, low, automatic: as for `ModelScaling`.
     """
     scaling = ModelScaling(
         loss_scale,
@@ -548,7 +547,6 @@ def new_scaling(
         automatic=automatic,
         by_variables=options.by_variables,
         find_models=find_models,
-        on_step=on_step,
     )
     guard.begin(scaling, options)
     _scalings.add(scaling)
@@ -842,8 +840,7 @@ def _owners(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[ModelS
     """The models for whose sake the steps of an optimizer are judged.
 
     These are the models that ranks agree about, whose weights or trained inputs the
-    optimizer holds, that have passed an overflow on to weights of no graph, and that
-    are told of their steps.
+    optimizer holds, and that have passed an overflow on to weights of no graph.
     """
     owners = owners_of(params, judged(_scalings)) + guard.guards_of(optimizer, params)
     held = {id(p): p for p in params}
@@ -857,8 +854,6 @@ def _owners(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[ModelS
         # A flag on a device is not read, since the host would wait.
         runs += passed if not free_to_read(flag) or bool(flag) else []
     owners += [run.scaling for run in runs if run.scaling in _scalings]
-    told = [s for s in _scalings if s.on_step and s not in owners]
-    owners += [s for s in told if not held.keys().isdisjoint(map(id, s.weights))]
     return [*dict.fromkeys(owners)]
 
 

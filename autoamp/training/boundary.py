@@ -137,7 +137,6 @@ class OptimizerBoundary:
         steps: how often `step` was called.
         inside: whether the optimizer's own step runs, and has been judged.
         writes_first: whether the step may write before it evaluates its closure.
-        listeners: `ModelScaling.on_step` of all models that the optimizer steps.
         wrappers: the optimizers round this one that show whether a step was skipped.
     """
 
@@ -155,7 +154,6 @@ class OptimizerBoundary:
         self.steps = 0
         self.inside = False
         self.writes_first = True
-        self.listeners: Sequence[Callable[..., None]] = ()
         self.wrappers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._outer: Callable[[], Optimizer | None] = lambda: None
 
@@ -199,18 +197,11 @@ class OptimizerBoundary:
             if self.pending and scaling.enabled:
                 self._load([scaling], self.pending)
             self.scalings.append(scaling)
-            self.listeners = (*self.listeners, *scaling.on_step)
 
-    def tell(self, skipped: bool | torch.Tensor) -> None:
-        """Counts a step for each model, and tells the listeners of it.
-
-        Args:
-            skipped: whether the step is skipped; a flag where only a kernel knows.
-        """
+    def count(self) -> None:
+        """Counts a step for each model."""
         for scaling in self.scalings:
             scaling.ledger.steps += 1
-        for listener in self.listeners:
-            listener(skipped)
 
     def log(self, reason: str) -> None:
         """Logs what was decided about a step, for debugging."""

@@ -164,9 +164,6 @@ class ModelScaling:
         by_variables: whether environment variables gave the options of the conversion.
         find_models: gives the converted model and its deep copies; None for functions
             that are compiled.
-        on_step: the listeners that are told of each step of the model's optimizers:
-            whether the step is skipped, as a flag of one element where only a kernel
-            knows.
         ledger: the events since the conversion.
         skip_watch: watches the runs after a skipped step.
     """
@@ -178,7 +175,6 @@ class ModelScaling:
     automatic: bool = False
     by_variables: bool = False
     find_models: Callable[[ModelScaling], Sequence[torch.nn.Module]] | None = None
-    on_step: Sequence[Callable[..., None]] = ()
     ledger: ModelLedger = field(default_factory=ModelLedger)
     skip_watch: SkipWatch = field(default_factory=SkipWatch)
 

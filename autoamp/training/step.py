@@ -147,8 +147,7 @@ def leaves_to_scaler(boundary: OptimizerBoundary) -> bool:
             say_foreign(scaling)
         scaling.ledger.set_foreign(True)
         boundary.link(scaling)
-    found = getattr(boundary.optimizer, "found_inf", None)  # where it is fused
-    boundary.tell(False if found is None else found.reshape(()))
+    boundary.count()
     return True
 
 
@@ -377,7 +376,7 @@ def move(
         mark(boundary, way is Way.SKIP)
         return
     boundary.steps += 1
-    boundary.tell(reading.flag)
+    boundary.count()
     boundary.find_wrappers()
     if boundary.wrappers:
         boundary.show_on_wrappers(reading.flag.reshape(()) != 0)
@@ -442,4 +441,4 @@ def mark(boundary: OptimizerBoundary, skipped: bool) -> None:
         # `LRScheduler.step` warns "call optimizer.step() before lr_scheduler.step()" if
         # the step that it has wrapped was never reached.
         compat.mark_stepped(boundary.optimizer)
-    boundary.tell(skipped)
+    boundary.count()
