@@ -263,7 +263,8 @@ class OptimizerBoundary:
             boundary, found = this(), of()
             if boundary is not None and boundary.masters is not None:
                 return saved_masters.reduced(boundary.masters, protocol)
-            return type(found).__reduce_ex__(found, protocol)  # type: ignore[call-arg]
+            kind: Any = type(found)
+            return kind.__reduce_ex__(found, protocol)
 
         # A copy or a pickle of an optimizer is made of its groups and state alone.
         optimizer.__dict__["__reduce_ex__"] = reduce
