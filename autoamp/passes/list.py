@@ -60,7 +60,7 @@ from autoamp.passes.decide.classify import classify
 from autoamp.passes.decide.cost import as_authors_ask, price_graph
 from autoamp.passes.decide.devices import Device, main_device
 from autoamp.passes.functions.attention import attention, traced_attention
-from autoamp.passes.kernels.attention import attention_at, leave_out
+from autoamp.passes.kernels.attention import attention_at
 from autoamp.passes.kernels.convolutions import depthwise_at
 from autoamp.passes.kernels.fuse import fuse
 from autoamp.passes.kernels.norms import norm_at, softmax_at
@@ -151,10 +151,8 @@ class LeaveOut(Exception):  # noqa: N818 - no error: an instruction
 
 def _kernels(work: Rewritten) -> Rewritten:
     """Each chain that torch has a kernel for is one call of the kernel."""
-    options, setting, device = work.options, work.setting, device_of(work)
-    left_out = leave_out(device, options, own_ops=setting.own_ops)
     on = work.setting.device_type
-    found = fuse(work.normalised, options, work.low, on, left_out, work.left)
+    found = fuse(work.normalised, work.options, work.low, on, work.left)
     return work if found is None else replace(work, gm=found.gm, fused=True)
 
 

@@ -37,7 +37,6 @@ class Setting:
         free_weights: whether the caller hands casts of weights in, at no price.
         own_kernels: whether the graph runs without a compiler, and so with kernels of
             ours where torch has none.
-        own_ops: whether the graph may call ops of autoamp's (`autoamp::attention`).
         device: the device that the graph is to run on; by default the one it is on.
         makes_code: whether the graph's code is made, which a graph that is only looked
             at does without.
@@ -46,7 +45,6 @@ class Setting:
 
     free_weights: bool = False
     own_kernels: bool = False
-    own_ops: bool = False
     device: Device | None = None
     makes_code: bool = True
     scaled: bool = False

@@ -20,7 +20,7 @@ from autoamp.errors import AutoampError, CaptureError
 from autoamp.messages import printable_line
 from autoamp.passes.check.checks import Checks
 from autoamp.passes.functions import checkpoint_as_python_does
-from autoamp.passes.list import PASSES, LeaveOut, Pass, Phase, takes_our_ops
+from autoamp.passes.list import PASSES, LeaveOut, Pass, Phase
 from autoamp.passes.options import PassOptions
 from autoamp.passes.record import Prepared, Rewritten, Setting
 from autoamp.passes.see.meshes import ON_MESH
@@ -124,7 +124,6 @@ def prepare(
         setting,
         free_weights=True,
         own_kernels=eager and options.fuse is not False,
-        own_ops=takes_our_ops(options),
         scaled=scaled,
     )
     seconds: dict[str, float] = {}

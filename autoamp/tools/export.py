@@ -21,7 +21,7 @@ from autoamp.dtypes import parse_low_dtype
 from autoamp.errors import UnsupportedModelError
 from autoamp.messages import class_name, log_once
 from autoamp.passes.decide.devices import named_device
-from autoamp.passes.kernels.table import ATTENTION, CHANNELS_LAST
+from autoamp.passes.kernels.table import CHANNELS_LAST
 from autoamp.report.report import Report
 from autoamp.report.reporting import report_of
 from autoamp.runtime.conversion import conversion_of
@@ -143,12 +143,9 @@ def _exported(
 def _for_file(options: Options, target: Target) -> Options:
     """`options` without the kernels that the program of a target cannot have.
 
-    Attention that was written out runs by a kernel whose result decides whether the
-    kernel may be used, for data that a graph cannot know.  Runtimes other than torch
-    choose layouts themselves.
+    Runtimes other than torch choose layouts themselves.
     """
-    off = [ATTENTION] if target.kind == "pt2" else [ATTENTION, CHANNELS_LAST]
-    return options.without_kernels(*off)
+    return options if target.kind == "pt2" else options.without_kernels(CHANNELS_LAST)
 
 
 def _in_fp32(

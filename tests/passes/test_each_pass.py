@@ -332,14 +332,6 @@ def rms_norm(x: Tensor, w: Tensor) -> Tensor:
 
 
 @shows("kernels", q=weight(*HEADS))
-def written_attention(q: Tensor) -> Tensor:
-    """Attention that is written out is one call, without the mask that is causal."""
-    later = torch.ones(4, 4, dtype=torch.bool).triu(1)
-    scores = (q @ q.transpose(-2, -1) * 8**-0.5).masked_fill(later, -math.inf)
-    return scores.softmax(-1) @ q
-
-
-@shows("kernels", q=weight(*HEADS))
 def causal_mask(q: Tensor) -> Tensor:
     """Attention is told that it is causal, and its mask is not made."""
     mask = torch.arange(4)[None] <= torch.arange(4)[:, None]
@@ -491,7 +483,6 @@ def test_the_graph_before_and_after(name: str, monkeypatch: pytest.MonkeyPatch) 
     """All passes of the list are shown, as on a CPU for which bf16 has units."""
     monkeypatch.setattr("autoamp.compat.inductor_permutes", lambda: True)
     monkeypatch.setattr(Device, "starts_kernels", name == "together")
-    monkeypatch.setattr(Device, "attends_by_products", False)
     keeps = name in {"sums", "weight gradients"}
     monkeypatch.setattr(Device, "keeps_sums", keeps)
     monkeypatch.setattr("autoamp.passes.decide.sums.PYTHON_NS", 0.0)

@@ -28,7 +28,7 @@ from autoamp.passes import list as passes
 from autoamp.passes import run
 from autoamp.passes.check.checks import Checks
 from autoamp.passes.decide.devices import Device
-from autoamp.passes.list import PASSES, Pass, Phase, copies_of, takes_our_ops
+from autoamp.passes.list import PASSES, Pass, Phase, copies_of
 from autoamp.passes.ops import base_name
 from autoamp.passes.record import Rewritten, Setting
 from autoamp.passes.see.normalise import normalise
@@ -175,7 +175,6 @@ def _captured(example: Example) -> Rewritten:
     setting = Setting(
         free_weights=not example.priced,
         own_kernels=options.backend == "eager",
-        own_ops=takes_our_ops(options),
         scaled=example.scaled,
     )
     if example.on_mesh:

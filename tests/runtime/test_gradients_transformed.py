@@ -140,9 +140,9 @@ TABLE = {
     "attention": Row(Attention, "attention unscale_grad scaled_result"),
     "causal": Row(lambda: Attention("causal"), "attention"),
     "mask": Row(lambda: Attention("mask"), "attention"),
-    "written": Row(lambda: Attention("written"), "autoamp.attention"),
+    "written": Row(lambda: Attention("written")),
     "softmax": Row(lambda: Attention("softmax")),
-    "alike": Row(lambda: two_layers(alike), "autoamp.attention"),
+    "alike": Row(lambda: two_layers(alike)),
     "turned": Row(lambda: two_layers(turned), "rotary"),
     "layer": Row(lambda: between(nn.LayerNorm(WIDTH)), "layer_norm"),
     "rms": Row(lambda: between(nn.RMSNorm(WIDTH)), "rms_norm"),
@@ -223,10 +223,9 @@ ELSEWHERE = {
 }
 """Functions of meshes; and what AOT autograd traces, which never runs by itself."""
 
-OPS = {f"autoamp::{name}" for name in ("from_local", "to_local", "redistribute")} | {
-    "autoamp::attention",  # whose two parts are these
-    "autoamp::attention_forward",
-    "autoamp::attention_backward",
+OPS = {
+    f"autoamp::{name}"
+    for name in ("from_local", "to_local", "redistribute", "attention_backward")
 }
 
 

@@ -196,18 +196,6 @@ FILLED = (nano_gpt, gpt2, x_transformers, megatron)
 SUMMED = (bert, llama, t5, opt, gemma)
 BARE = (timm, whisper, xformers, whole_exp, normed_keys, shared_keys)
 
-USUAL = {
-    "nano_gpt/buffered/inf",
-    "nano_gpt/trils/inf",
-    "gpt2/buffered/min",
-    "bert/zeros",
-    "llama/compared*-3e+38",
-    "timm",
-    "whisper",
-    "xformers",
-}
-"""What must run as one kernel where kernels are the faster."""
-
 
 def spellings() -> dict[str, Spelling]:
     """Every spelling with every mask that it can take, by name."""
@@ -221,7 +209,4 @@ def spellings() -> dict[str, Spelling]:
             found[f"{summed.__name__}/{name}"] = summed(mask)
     for name, mask in (SEEN | ADDED).items():
         found[f"sdpa/{name}"] = sdpa(mask)
-    return {
-        f"attention/{name}": Spelling(way, 3, "attention" if name in USUAL else "")
-        for name, way in found.items()
-    }
+    return {f"attention/{name}": Spelling(way, 3) for name, way in found.items()}

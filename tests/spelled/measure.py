@@ -28,14 +28,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import autoamp
-from autoamp.passes.decide.devices import Device
 from tests.spelled.data import Situation
 from tests.spelled.layers import WIDTH, Layer, Spelling
 
@@ -84,14 +82,6 @@ def exactly() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-@contextlib.contextmanager
-def kernels_are_faster() -> Iterator[None]:
-    """On this processor, whatever it is, written attention runs as one kernel."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Device, "attends_by_products", False)
-        yield
 
 
 def run(model: Any, x: Tensor, cotangent: Tensor, context: Any) -> Tensors:
@@ -176,8 +166,7 @@ class Subject:
             )
         else:
             self.ours.load_state_dict(model.state_dict())
-        with kernels_are_faster():
-            return run(self.ours, x, cotangent, contextlib.nullcontext())
+        return run(self.ours, x, cotangent, contextlib.nullcontext())
 
     def kernels(self) -> list[str]:
         """What chains of the layer run as."""

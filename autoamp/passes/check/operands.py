@@ -22,8 +22,6 @@ _CONVERTS = frozenset({"aten::to", "aten::_to_copy", "aten::copy_", "aten::type_
 """Ops whose job is to take one dtype and give another."""
 
 _CPU_FP32_PARAMETERS = {
-    "autoamp::attention": frozenset({"tensors"}),
-} | {
     name: frozenset({"weight", "bias"})
     for name in (
         "aten::layer_norm",
@@ -38,8 +36,6 @@ _CPU_FP32_PARAMETERS = {
 CUDA kernels want these parameters in the dtype of the data."""
 
 _FP32_PARAMETERS = {
-    "autoamp::attention": frozenset({"tensors"}),
-} | {
     name: frozenset({"weight", "bias", "running_mean", "running_var"})
     for name in (
         "aten::batch_norm",

@@ -244,18 +244,6 @@ class Device:
         switch = {"batched": "matmul", "channelwise": "conv"}.get(kind, kind)
         return switch in self.tf32_kinds
 
-    @property
-    def attends_by_products(self) -> bool:
-        """Whether attention written out as products is faster than torch's kernel.
-
-        CPUs with units for a dtype are fast at products of whole matrices.  On a CPU
-        with avx512_bf16, GPT-2 and BERT with written-out attention trained in 0.92 and
-        1.00 of autocast's time, and with the kernel in 1.18 and 1.56 of that time.  One
-        arena of malloc for all threads made the kernel's backward slow in that
-        comparison, which has to be repeated without.
-        """
-        return self.type == "cpu" and self.low_flops_per_ns > self.high_flops_per_ns
-
 
 NEUTRAL = Device(
     "bytes only, as if low precision paid", 15.0, 2000.0, 100.0, 200.0, True

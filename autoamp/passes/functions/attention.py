@@ -1,10 +1,8 @@
-"""Attention on CPUs with a backward in fp32: written out, or torch's own call of it.
+"""Attention on CPUs with a backward in fp32, where a model calls torch's attention.
 
-Attention that was written out becomes one op, `autoamp::attention`, which keeps the
-steps that the model wrote between the product and the softmax: a step multiplies the
-scores, adds numbers to them, or fills some of them; a fill stays a fill, and numbers
-that are added stay in fp32.  `attention` is `scaled_dot_product_attention` as a model
-calls it.
+The mask, the factor and the flag of `scaled_dot_product_attention` are the steps
+between the product and the softmax: a step multiplies the scores, adds numbers to them,
+or fills some of them.
 
 The backward of torch 2.13's kernel (`cpu_flash_attention_backward` of
 `aten/src/ATen/native/cpu/FlashAttentionKernel.cpp`) is not as true as the calls that
@@ -57,7 +55,6 @@ class Kind(IntEnum):
 
 
 WITH_TENSOR = frozenset({Kind.ADD, Kind.FILL, Kind.KEEP})
-FILLS = frozenset({Kind.FILL, Kind.KEEP, Kind.CAUSAL})
 
 
 @dataclass(frozen=True)
@@ -313,42 +310,6 @@ _FEWEST = 64
 _STAIRS, _LOW_STAIRS = 4, 2
 """Parts that the queries of causal attention are cut into, each with fewer keys."""
 
-_VANISHED = 104.0
-"""In fp32 `exp(-x)` is 0 from here on: the smallest number is exp(-103.28)."""
-
-
-def _forward(  # noqa: PLR0917 - as its schema
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tensors: Sequence[Tensor],
-    kinds: Sequence[int],
-    numbers: Sequence[float],
-) -> Tensor:
-    """Attention as it was written: by torch's kernel where the two are the same."""
-    assert _KERNELS is not None
-    if _are_sums_of_nothing(query, key):
-        return torch.zeros_like(query)
-    steps = steps_of(tensors, kinds, numbers)
-    given = for_kernel(steps, query, key.shape[2])
-    # The kernel reads each row as one run of memory.
-    rows = [t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value)]
-    result, sums = _KERNELS[0](
-        *rows, 0.0, given.is_causal, attn_mask=given.mask, scale=given.scale
-    )
-    made = torch.empty_like(query)
-    # The kernel hides the scores that the model fills with a number.  The result is the
-    # same if in every row the filled scores are so far below the others that their
-    # weight is 0 in fp32, which the kernel's logsumexp tells.
-    if _computes_as_written(given, sums, key.shape[2]):
-        # A dimension of size 1 may have another stride than `_like_query` promised.
-        same = result.stride() == made.stride()
-        return result if same else made.copy_(result)
-    held = _Held(HIGH_DTYPE, key.shape[2])
-    for part in _parts(query, key, value, steps, held):
-        _put(part.of(made), part.weights(held) @ part.value)
-    return made
-
 
 def _are_sums_of_nothing(query: Tensor, key: Tensor) -> bool:
     """Whether there are no queries or no keys, or they have no width.
@@ -356,18 +317,6 @@ def _are_sums_of_nothing(query: Tensor, key: Tensor) -> bool:
     Torch's kernel divides by these sizes, which ends the process.
     """
     return not (query.numel() and key.numel())
-
-
-def _computes_as_written(given: KernelScores, sums: Tensor, keys: int) -> bool:
-    """Whether the kernel's result, with these logarithms of sums, is as written."""
-    if given.mask is not None:
-        # The kernel gives 0 for a query that sees nothing; as written that is NaN.
-        sees = given.mask.amax(-1) > -torch.inf
-        if not bool(sees.all()):
-            return False
-    if given.filled == -torch.inf:
-        return True
-    return bool((sums >= given.filled + _VANISHED + math.log(keys)).all())
 
 
 def _backward(  # noqa: PLR0917 - as its schema
@@ -661,10 +610,6 @@ def _some_heads(query: Tensor, count: int) -> Iterator[tuple[slice, slice]]:
             yield slice(b, b + 1), slice(h, h + count)
 
 
-def _like_query(query: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(query)
-
-
 def _like_operands(
     _: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -692,11 +637,6 @@ _TAKES = (
     "Tensor query, Tensor key, Tensor value, Tensor[] tensors, int[] kinds, "
     "float[] numbers"
 )
-FORWARD = _op(
-    "attention_forward",
-    f"({_TAKES}) -> Tensor",
-    {"CPU": _forward, "Meta": _like_query},
-)
 BACKWARD = _op(
     "attention_backward",
     f"(Tensor grad, {_TAKES}, bool safe) -> (Tensor, Tensor, Tensor)",
@@ -707,8 +647,8 @@ BACKWARD = _op(
 class _Attention(torch.autograd.Function):
     """Attention by steps, the gradients of which are computed in fp32.
 
-    The forward is attention as it was written, or (if not `written`) torch's kernel,
-    which gives weights of 0 and not NaN to a query that a mask hides all keys from.
+    The forward is torch's kernel, which gives weights of 0 and not NaN to a query that
+    a mask hides all keys from.
     """
 
     @staticmethod
@@ -719,15 +659,10 @@ class _Attention(torch.autograd.Function):
         value: Tensor,
         kinds: Sequence[int],
         numbers: Sequence[float],
-        written: bool,
         *tensors: Tensor,
     ) -> Tensor:
-        # A query that sees no key: torch's kernel gives it weights of 0, and the calls
-        # as they were written gave NaN.
-        ctx.given = kinds, numbers, bool(tensors) and not written
+        ctx.given = kinds, numbers
         ctx.save_for_backward(query, key, value, *tensors)
-        if written:
-            return FORWARD(query, key, value, [*tensors], kinds, numbers)  # type: ignore[no-any-return]
         assert _KERNELS is not None
         given = for_kernel(steps_of(tensors, kinds, numbers), query, key.shape[2])
         result, _ = _KERNELS[0](
@@ -741,8 +676,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # The saved tensors are read once: a checkpoint gives each only once.
         query, key, value, *tensors = ctx.saved_tensors
-        kinds, numbers, safe = ctx.given
-        rest = (None,) * (3 + len(tensors))
+        kinds, numbers = ctx.given
+        safe = bool(tensors)  # a query that sees no key has weights of 0
+        rest = (None,) * (2 + len(tensors))
         if compat.needs_plain_ops(grad):
             steps = steps_of(tensors, kinds, numbers)
             again = functools.partial(written_out, steps=steps, safe=safe)
@@ -755,40 +691,9 @@ class _Attention(torch.autograd.Function):
 _apply = compat.direct_apply(_Attention)
 
 
-def as_written(  # noqa: PLR0917
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tensors: Sequence[Tensor],
-    kinds: Sequence[int],
-    numbers: Sequence[float],
-) -> Tensor:
-    """Attention that was written out, on a CPU.
-
-    Args:
-        query, key, value: (batch, heads, queries or keys, width), in one float dtype.
-        tensors, kinds, numbers: the steps of the scores (`steps_of`).
-
-    Returns:
-        A tensor of the shape and dtype of `query`.
-    """
-    if compat.transforms_active():
-        steps = steps_of(tensors, kinds, numbers)
-        return written_out(query, key, value, steps).to(query.dtype)
-    if not _is_trained(query, key, value):
-        return FORWARD(query, key, value, [*tensors], kinds, numbers)  # type: ignore[no-any-return]
-    return _apply(query, key, value, kinds, numbers, True, *tensors)
-
-
 def _is_trained(*operands: Tensor) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in operands)
 
-
-WRITTEN_ATTENTION = _op(
-    "attention", f"({_TAKES}) -> Tensor", {"CompositeImplicitAutograd": as_written}
-)
-"""`autoamp::attention`: attention that was written out (`as_written`), as one op, which
-graphs call and compilers trace into."""
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _NODE = "ScaledDotProductFlashAttentionForCpu"
@@ -892,7 +797,7 @@ def _with_fp32_backward(  # noqa: PLR0917
         kinds.append(Kind.CAUSAL)
         numbers.append(-torch.inf)
     tensors = [] if mask is None else [mask]
-    return _apply(query, key, value, kinds, numbers, False, *tensors)
+    return _apply(query, key, value, kinds, numbers, *tensors)
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:

@@ -1,8 +1,7 @@
 """The pass `kernels`: calls that together compute a kernel become one call of it.
 
-Each step puts one kind of kernel into the graph.  The steps run in this order: torch's
-softmax, for which a chain may stand, is the middle of attention; and attention that is
-one call can do without some masks.
+Each step puts one kind of kernel into the graph.  The steps run in this order:
+chains first, then the masks that the model's calls of attention can do without.
 """
 
 from __future__ import annotations
@@ -14,11 +13,8 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.passes.kernels.attention import put_attention
-from autoamp.passes.kernels.attention import replaceable as replaceable_attention
 from autoamp.passes.kernels.causal_mask import ATTENTION, without_masks
-from autoamp.passes.kernels.chains import put_kernels
-from autoamp.passes.kernels.chains import replaceable as replaceable_chains
+from autoamp.passes.kernels.chains import put_kernels, replaceable
 from autoamp.passes.kernels.match import Allowed, in_regions
 from autoamp.passes.kernels.table import KERNEL_NAMES
 from autoamp.passes.ops import drop_dead
@@ -26,15 +22,14 @@ from autoamp.passes.options import PassOptions
 from autoamp.passes.rules import Rules
 from autoamp.passes.see.normalise import Normalised
 
-STEPS = (put_kernels, put_attention, without_masks)
+STEPS = (put_kernels, without_masks)
 
 
-def fuse(  # noqa: PLR0917
+def fuse(
     normalised: Normalised,
     options: PassOptions,
     low: torch.dtype,
     device: str | None = None,
-    no_gain: Collection[str] = (),
     left: Collection[str] = (),
 ) -> Normalised | None:
     """The graph with one call for the calls that together compute a kernel.
@@ -42,13 +37,12 @@ def fuse(  # noqa: PLR0917
     Args:
         device: type of the device that the graph is to run on; by default the one it
             was traced on.
-        no_gain: names of kernels that are slower there than the calls.
         left: names of nodes that stay as they are.
 
     Returns:
         None where no call is replaced; `normalised` is not changed.
     """
-    off = (*options.kernels_off, *no_gain)
+    off = options.kernels_off
     if len(off) == len(KERNEL_NAMES):
         return None
     gm, mode = normalised.gm, normalised.fake_mode
@@ -79,6 +73,5 @@ def _may_put(graph: fx.Graph, mode: compat.FakeTensorMode, allowed: Allowed) -> 
     """
     return bool(
         graph.find_nodes(op="call_function", target=ATTENTION)
-        or replaceable_chains(graph, mode, allowed)
-        or replaceable_attention(graph, allowed)
+        or replaceable(graph, mode, allowed)
     )

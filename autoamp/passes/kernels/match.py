@@ -162,19 +162,6 @@ def exposed_storages(graph: fx.Graph) -> set[int]:
     return {compat.storage_id(t) for n in seen for t in tensors_of(n.meta.get("val"))}
 
 
-def number_of(value: Any) -> float | None:
-    """The number that an argument is, also where calls make a 0-dim tensor of it."""
-    if isinstance(value, fx.Node):
-        known = value.meta.get("val")
-        if not isinstance(known, Tensor) or known.dim():
-            return None
-        found = constant(value)
-        return None if found is None else float(found)
-    # A bool is an int to Python, and no factor.
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number else None
-
-
 def constant(node: fx.Node) -> Tensor | None:
     """The tensor that calls make of numbers alone; None if they read anything else."""
     calls = calls_from_sizes(node)

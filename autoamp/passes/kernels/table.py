@@ -147,9 +147,6 @@ KERNELS: tuple[Kernel, ...] = (
 )
 """Each computes in fp32 inside, and reads and writes 16 bits where it runs low."""
 
-ATTENTION = "attention"
-"""Attention that is written out: scores, softmax, product (`attention.py`)."""
-
 ATTENTION_BACKWARD = "attention_backward"
 """Attention whose backward computes in fp32, on CPUs and where no compiler runs the
 graph (`functions/attention.py`)."""
@@ -177,7 +174,6 @@ the graph (`passes/write/accumulators.py`)."""
 
 KERNEL_NAMES: tuple[str, ...] = (
     *(kernel.name for kernel in KERNELS),
-    ATTENTION,
     ATTENTION_BACKWARD,
     CAUSAL_MASK,
     NO_MASK,

@@ -208,7 +208,6 @@ class Rules(Printed):
 
 
 STANDS_FOR: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "autoamp::attention": ("aten::scaled_dot_product_attention", ("tensors",)),
     "autoamp::from_local": ("aten::clone", ()),
     "autoamp::redistribute": ("aten::clone", ()),
     "autoamp::to_local": ("aten::clone", ()),

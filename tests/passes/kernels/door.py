@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoamp.passes.decide.devices import Device
 from autoamp.passes.functions import product
-from autoamp.passes.functions.attention import LONG, WRITTEN_ATTENTION, Kind, attention
+from autoamp.passes.functions.attention import LONG, Kind, attention
 from autoamp.passes.functions.casts import scaled_and_rounded
 from autoamp.passes.functions.convolutions import depthwise
 from autoamp.passes.functions.norms import layer_norm, rms_norm, softmax
@@ -16,7 +16,7 @@ from autoamp.passes.kernels.meaning import exp, log, root, row_sum, tanh
 from autoamp.passes.kernels.proved import Recognised, recognised
 
 __all__ = [
-    "LONG", "WRITTEN_ATTENTION", "Algebra", "Device", "Kind", "Recognised",
+    "LONG", "Algebra", "Device", "Kind", "Recognised",
     "UnknownError", "attention", "chains_in", "depthwise", "exp", "layer_norm", "log",
     "product", "proved", "read", "recognised", "rms_norm", "root", "rotary", "row_sum",
     "scaled_and_rounded", "softmax", "tanh",

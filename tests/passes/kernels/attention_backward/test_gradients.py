@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -20,91 +19,16 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp.passes.decide.devices import Device
 from autoamp.passes.functions.attention import (
     BACKWARD,
     LONG,
-    WRITTEN_ATTENTION,
     Kind,
     attention,
 )
-from tests.passes.kernels.attention.test_attention import (
-    LENGTH,
-    Way,
-    attentions,
-    converted,
-    exactly,
-    made,
-    min_gpt,
-    seen,
-)
-from tests.spelled.attention import timm
-from tests.spelled.layers import HEADS, SIZE, WIDTH, Layer
+from tests.small_models import BF16
+from tests.spelled.layers import HEADS, SIZE, WIDTH
 
 OLDER_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
-
-SEEDS = 6
-
-
-@pytest.fixture
-def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention that is written out runs as one call."""
-    monkeypatch.setattr(Device, "attends_by_products", False)
-
-
-def tokens(length: int, spread: float) -> Tensor:
-    """Texts whose tokens differ by `spread`; below 1 they have the rest in common."""
-    common = torch.randn(3, 1, WIDTH) * (spread < 1)
-    return torch.randn(3, length, WIDTH) * spread + common
-
-
-def beside_autocast(model: Layer, ours: nn.Module, x: Tensor) -> list[float]:
-    """Errors of the gradients of query and key projections, as parts of autocast's."""
-    true, found = exactly(model, x), seen(ours, ours, x)
-    with torch.autocast("cpu", torch.bfloat16):
-        base = seen(model, model, x)
-    ratios = []
-    for part in (slice(WIDTH), slice(WIDTH, 2 * WIDTH)):
-        error, autocast = ((g[2] - true[2])[part].norm() for g in (found, base))
-        ratios.append(float(error / autocast))
-    return ratios
-
-
-@pytest.mark.parametrize("way", [timm, min_gpt], ids=["timm", "min_gpt"])
-@pytest.mark.parametrize("spread", [1.0, 0.3, 0.1])
-@pytest.mark.parametrize("sharpness", [1.0, 4.0])
-@pytest.mark.usefixtures("replaced")
-def test_projections_of_queries_and_keys(
-    way: Way, spread: float, sharpness: float
-) -> None:
-    """Their gradients are as near to float64 as under autocast, or nearer."""
-    ratios: list[list[float]] = [[], []]
-    for seed in range(SEEDS):
-        model = made(way, seed)
-        with torch.no_grad():
-            model.before.weight[: 2 * WIDTH] *= sharpness
-        x = tokens(2 * LENGTH, spread)
-        found = beside_autocast(model, converted(model), x)
-        for into, ratio in zip(ratios, found, strict=True):
-            into.append(ratio)
-    assert max(map(statistics.geometric_mean, ratios)) <= 1.05
-
-
-def test_a_cpu_with_fast_products_keeps_attention_as_it_is_written(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def units() -> dict[torch.dtype, str]:
-        return {torch.bfloat16: "avx512_bf16"}
-
-    monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", units)
-    for options, expected in (
-        ({}, 0),
-        ({"objective": "memory"}, 1),
-        ({"precision": "fp16"}, 1),
-    ):
-        model = converted(made(timm), **options)
-        model(tokens(LENGTH, 1.0))
-        assert attentions(model) == expected
 
 
 def no_units() -> dict[torch.dtype, str]:
@@ -276,25 +200,14 @@ def test_a_models_own_attention_has_it_unless_it_is_left_out() -> None:
         return sum("autoamp::attention_backward" in e.name for e in found.events())
 
     model = Own()
-    assert backwards(converted(model)) == 1
-    assert backwards(converted(model, fuse={"attention_backward": False})) == 0
-    assert backwards(converted(model, fuse=False)) == 0
 
+    def converted(**options: Any) -> nn.Module:
+        twin: nn.Module = autoamp.convert(copy.deepcopy(model), **BF16, **options)
+        return twin
 
-@pytest.mark.parametrize("number", [-torch.inf, -1e9, -1e4])
-@pytest.mark.parametrize("trains", [False, True])
-def test_a_query_that_sees_nothing(number: float, trains: bool) -> None:
-    """Its weights are what a softmax makes of scores that are all one number."""
-    q, k, v = torch.randn(3, 1, 1, 2, 8).to(torch.bfloat16).unbind()
-    hidden = torch.tensor([[False, False], [True, True]])
-    kinds, numbers = [Kind.SCALE, Kind.FILL], [1.0, number]
-    q.requires_grad_(trains)
-    result = WRITTEN_ATTENTION(q, k, v, [hidden], kinds, numbers).float()
-    if number == -torch.inf:
-        assert result[0, 0, 1].isnan().all()
-    else:
-        assert (result[0, 0, 1] - v.float()[0, 0].mean(0)).abs().max() < 2**-7
-    assert result[0, 0, 0].isfinite().all()
+    assert backwards(converted()) == 1
+    assert backwards(converted(fuse={"attention_backward": False})) == 0
+    assert backwards(converted(fuse=False)) == 0
 
 
 @pytest.mark.parametrize("empty", range(4))
@@ -314,7 +227,7 @@ def test_operands_without_numbers(empty: int) -> None:
 def test_an_infinity_stays_where_it_was() -> None:
     q, k, v = torch.randn(3, 1, 1, 4, 8).to(torch.bfloat16).unbind()
     v[..., 0, 3] = torch.inf
-    result = WRITTEN_ATTENTION(q.requires_grad_(), k, v, [], [Kind.SCALE], [1.0])
+    result = attention(q.requires_grad_(), k, v, scale=1.0)
     assert result.isfinite().all(-2).tolist() == [[[c != 3 for c in range(8)]]]
 
 

@@ -42,7 +42,7 @@ def test_a_spelling_is_as_true_as_under_autocast(case: sweep.Case) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", USUAL)
 def test_a_usual_spelling_is_replaced(name: str, precision: str) -> None:
-    """GPT-2's GELU, Llama's and T5's norms, written softmax and attention, and more."""
+    """GPT-2's GELU, Llama's and T5's norms, written softmax, and more."""
     spelling = sweep.SPELLINGS[name]
     verdict = judged(Subject(spelling, Situation(), precision))
     assert not verdict.fails, str(verdict)
