@@ -6,8 +6,7 @@ them.  Both run in one process on one thread, in turn, after a call of another m
 imported what either needs; the median of several pairs is kept, of more pairs where
 one takes little time.  Graphs are forgotten between.
 
-The last column is the part of a first call that the checks of all passes take, where
-the process has compared no region of any graph before.
+The last column is the part of a first call that the checks of all passes take.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.passes.check import numbers
 
 from . import models, report
 from .errors import Batch
@@ -205,7 +203,6 @@ def measure(case: Case, repeats: int) -> Found:
 def _nodes_and_checks(case: Case) -> tuple[int, float]:
     """How many nodes the graphs of a case have, and the checks' part of its call."""
     torch._dynamo.reset()
-    numbers.forget()
     model = _ours(case.build())
     args, kwargs = case.batch()
     begin = time.perf_counter()

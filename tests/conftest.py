@@ -21,6 +21,7 @@ from torch._dynamo import guards
 import autoamp
 from autoamp import compat, messages
 from tests import levels, processes
+from tests.passes.check import numbers
 from tests.small_models import BF16
 from tests.training.steps import converted
 
@@ -139,6 +140,29 @@ def guards_are_not_timed() -> Iterator[None]:
         timer = "profile_guard_manager"
         patch.setattr(guards, timer, lambda *_: 0.0, raising=False)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def both_sides_are_run() -> Iterator[None]:
+    """Each kernel and the calls that it replaces run on the same numbers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autoamp.passes.check.checks.differences", numbers.proved)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def both_sides_are_alike(both_sides_are_run: None) -> Iterator[None]:
+    """Fails the test in which a kernel gave other numbers, though the pass left it."""
+    numbers.FOUND.clear()
+    yield
+    assert not numbers.FOUND, numbers.FOUND
+
+
+@pytest.fixture
+def numbers_may_differ() -> Iterator[None]:
+    """The test plants a fault, which `both_sides_are_alike` is to forget."""
+    yield
+    numbers.FOUND.clear()
 
 
 @pytest.fixture(autouse=True, scope="module")

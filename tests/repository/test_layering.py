@@ -75,7 +75,6 @@ APART = (
         "passes.check.always",
         "passes.check.changes",
         "passes.check.compare",
-        "passes.check.numbers",
         "passes.check.operands",
         "passes.check.standin",
         "passes.check.verify",

@@ -7,7 +7,7 @@ All other nodes form regions: calls that are gone, and the calls that came in th
 place.  Every node that stays must read the values that it read, in the same dtypes and
 shapes, and nothing may move past a write.
 
-A region is not judged here: `numbers.py` runs both sides of it.
+The numbers of a region are not judged: the tests run both sides of it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""Runs both sides of a change on stand-in values, as a second opinion.
+"""Runs both sides of a change on stand-in values, for every graph of the tests.
 
-The recognition of a kernel is a proof in algebra (`kernels/proved.py`), and the
-recognition of a mask is a proof by positions.  Here neither is known: the calls that
-are gone and the calls in their place run on random numbers, and results, gradients and
-bytes kept for the backward are compared.  The truth is the old side in float64.  The
-new side may be off by `ROUNDINGS` times as much as the old side is, or as one rounding
-of the coarsest dtype of the region is: a wrong kernel is off by far more.
+The recognition of a kernel is a proof in algebra (`kernels/proved.py` of the passes),
+and the recognition of a mask is a proof by positions.  Here neither is known: the calls
+that are gone and the calls in their place run on random numbers, and results, gradients
+and bytes kept for the backward are compared.  A conversion of a user's does not do so:
+`proved` takes the place of the comparison of graphs while tests run.
+
+The truth is the old side in float64.  The new side may be off by `ROUNDINGS` times as
+much as the old side is, or as one rounding of the coarsest dtype of the region is: a
+wrong kernel is off by far more.
 
 A region is run once in a process for each kind of region, on few numbers: sizes become
 small, with the literals that repeat them.  Where that shows a difference, or where the
@@ -16,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,17 +29,22 @@ from torch import Tensor, fx
 from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.errors import VerificationError
-from autoamp.passes.check.compare import Region
-from autoamp.passes.check.gradient_units import flowing_in
-from autoamp.passes.check.saved import bytes_held, storage_key, tensors_saved
-from autoamp.passes.check.standin import where
-from autoamp.passes.see.nodes import tensors_of
+from tests.passes.check.door import (
+    BINDINGS,
+    KERNELS,
+    May,
+    Region,
+    bytes_held,
+    differences,
+    flowing_in,
+    storage_key,
+    tensors_of,
+    tensors_saved,
+    where,
+)
 
 ROUNDINGS = 16.0
 """How many times the old side's own error, or one rounding, the new side may be off."""
-
-MOST = 2**22
-"""A region that reads more numbers than this is run under `strict` alone."""
 
 _KNOWN: dict[Any, str | None] = {}
 """For each kind of region that has run, the fault that was found, or None."""
@@ -52,29 +59,46 @@ _RANDOM = frozenset({"aten::dropout"})
 
 _DROPOUT = "dropout_p"
 
+FOUND: list[VerificationError] = []
+"""The faults that were found in the test that runs."""
 
-def check_alike(regions: Sequence[Region], *, every: bool) -> None:
+
+def proved(before: fx.GraphModule, after: fx.GraphModule, may: May) -> list[Region]:
+    """The differences of two graphs; those of kernels and bindings are run as well.
+
+    Raises:
+        VerificationError: the graphs differ in more, or compute something else.
+    """
+    regions = differences(before, after, may)
+    try:
+        if may is KERNELS:
+            check_alike(regions)
+        elif may is BINDINGS:
+            check_same_calls(before, after)
+    except VerificationError as error:
+        # Without `strict` a conversion would go on, without these calls.
+        FOUND.append(error)
+        raise
+    return regions
+
+
+def check_alike(regions: Sequence[Region]) -> None:
     """Raises where the new side of a region gives other numbers than the old side.
-
-    Args:
-        every: whether regions of many numbers are run as well.
 
     Raises:
         VerificationError: the message says which result or gradient differs, by what.
     """
     flowing: dict[fx.Graph, set[fx.Node]] = {}
     for region in regions:
-        _same_kinds(region)
         graph = region.old[0].graph
         if graph not in flowing:
             flowing[graph] = flowing_in(graph)
         trained = [one in flowing[graph] for one, _ in region.inputs]
-        # Without `every` a large region is not run.
-        key = (every, *trained, _kind(region))
+        key = (*trained, _kind(region))
         if key not in _KNOWN:
             if len(_KNOWN) >= _KNOWN_AT_MOST:
                 _KNOWN.clear()
-            _KNOWN[key] = _difference(region, trained, every=every)
+            _KNOWN[key] = _difference(region, trained)
         problem = _KNOWN[key]
         if problem is not None:
             raise VerificationError(
@@ -82,35 +106,6 @@ def check_alike(regions: Sequence[Region], *, every: bool) -> None:
                 f"{problem}",
                 nodes=[n.name for n in region.old],
             )
-
-
-def forget() -> None:
-    """Forgets which regions and calls have run, as in a new process."""
-    _KNOWN.clear()
-    _KNOWN_CALLS.clear()
-
-
-def _same_kinds(region: Region) -> None:
-    """Checks that each result keeps its dtype, shape and strides."""
-    for old, new in region.results:
-        for one, other in zip(
-            tensors_of(old.meta.get("val")),
-            tensors_of(new.meta.get("val")),
-            strict=True,
-        ):
-            if _layout(one) != _layout(other):
-                raise VerificationError(
-                    f"{where(new)} gives {_layout(other)}, where {old.name} gave "
-                    f"{_layout(one)}",
-                    nodes=[n.name for n in region.old],
-                )
-
-
-def _layout(value: Tensor) -> tuple[Any, ...]:
-    strides = zip(value.shape, value.stride(), strict=True)
-    # Kernels give a dimension of size 1 whatever stride they like.
-    told = [str(stride) for size, stride in strides if size != 1]
-    return (value.dtype, *map(str, value.shape), *told)
 
 
 def _kind(region: Region) -> Any:
@@ -131,12 +126,14 @@ def _kind(region: Region) -> Any:
             names[node.name] = len(names)
 
     inputs = [
-        _layout(t) for one, _ in region.inputs for t in tensors_of(one.meta.get("val"))
+        (t.dtype, str(t.shape), str(t.stride()))
+        for one, _ in region.inputs
+        for t in tensors_of(one.meta.get("val"))
     ]
     return (*calls(region.old), None, *calls(region.new), None, *inputs)
 
 
-def _difference(region: Region, trained: Sequence[bool], *, every: bool) -> str | None:
+def _difference(region: Region, trained: Sequence[bool]) -> str | None:
     """The fault of the new side; None where none is found.
 
     A difference counts where it shows at the real sizes too.  A region that runs at no
@@ -145,8 +142,6 @@ def _difference(region: Region, trained: Sequence[bool], *, every: bool) -> str 
     told = ""
     for sizes in (_small_sizes(region), {}):
         values = _Values(region, trained, sizes)
-        if values.count > MOST and not (every or told):
-            return None  # too large to be run
         try:
             found = _compared(region, values)
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
@@ -331,11 +326,7 @@ def _parameters(function: Any) -> list[str]:
 
 
 class _Values:
-    """Random values for the inputs of a region, the same for each run.
-
-    Attributes:
-        count: how many numbers the inputs and the old side's values have together.
-    """
+    """Random values for the inputs of a region, the same for each run."""
 
     def __init__(
         self, region: Region, trained: Sequence[bool], sizes: Mapping[int, int]
@@ -347,12 +338,6 @@ class _Values:
         given = zip(region.inputs, trained, strict=True)
         self._trained = {one for (one, _), is_trained in given if is_trained}
         self._known = {one: one.meta.get("val") for one, _ in region.inputs}
-        every = [*self._known.values(), *(n.meta.get("val") for n in region.old)]
-        self.count = sum(
-            math.prod(self._size(s) for s in t.shape)
-            for value in every
-            for t in tensors_of(value)
-        )
 
     def _size(self, size: Any) -> int:
         size = compat.hint(size)
