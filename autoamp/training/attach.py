@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import types
 import weakref
@@ -150,8 +151,12 @@ def _step_of(boundary: OptimizerBoundary, optimizer: Optimizer) -> Callable[...,
     def bound(*args: Any, **kwargs: Any) -> Any:
         return step(of(), *args, **kwargs)  # type: ignore[arg-type]
 
-    # Schedulers ask a `step` for its function, as if it were a method.
-    bound.__func__ = step  # type: ignore[attr-defined]
+    # Schedulers ask a `step` for its function, as if it were a method; GradScaler asks
+    # for its parameters.
+    told: Any = bound
+    told.__func__ = step
+    _, *others = inspect.signature(step).parameters.values()
+    told.__signature__ = inspect.Signature(others)
     return bound
 
 
