@@ -116,7 +116,6 @@ def reasons(reports: dict[int, autoamp.Report], flops: int) -> Sequence[str]:
         each / 1e3 for each in (times.on.high_flops_per_ns, times.on.low_flops_per_ns)
     )
     reached = speed(batch, mixed, flops)
-    odd = [f"{m.size} in module {m.module}" for m in report.misfits]
     speeds = (
         f"A sample takes {flops / 1e9:.1f} GFLOP, forward and backward. At batch "
         f"{batch} the published step in mixed precision thus ran at {reached:.1f} "
@@ -132,8 +131,8 @@ def reasons(reports: dict[int, autoamp.Report], flops: int) -> Sequence[str]:
     change = (
         "Two changes can bring tensor cores in. Their kernels want the channels last, "
         "which autoamp sees to. And they work fastest on sizes that are multiples of "
-        f"8, which these are not: {', '.join(odd)}. Five channels of zeros beside the "
-        "three of the images are the cheapest padding."
+        f"8, which the three channels of the images and the {CLASSES} classes are not. "
+        "Five channels of zeros beside the three are the cheapest padding."
     )
     return speeds, finding, change
 

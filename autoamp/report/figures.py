@@ -29,7 +29,6 @@ from autoamp.passes.decide.cost import (
 from autoamp.passes.decide.devices import NEUTRAL, Device
 from autoamp.passes.decide.flops import flops_of
 from autoamp.passes.decide.policies import POLICIES
-from autoamp.passes.ops import split_key
 from autoamp.passes.record import Rewritten
 from autoamp.passes.rows import (
     AUTOCAST,
@@ -232,17 +231,6 @@ class Prediction:
             found["casts"] = self.casts * 1e9
         total = sum(found.values())
         return {name: part / total if total else 0.0 for name, part in found.items()}
-
-    def odd_product(self, misfits: Sequence[Misfit]) -> tuple[Misfit | None, float]:
-        """The misfit of the most flops, and the share of low flops with any misfit."""
-        flops = {op.row.key: op.row.flops for op in self.ops if op.row.is_low}
-        odd = {(m.graph, m.body, m.name): m for m in misfits}
-        touched = {key: flops[key] for key in odd if key in flops}
-        every = sum(flops.values())
-        if not touched or not every:
-            return None, 0.0
-        worst = max(touched, key=lambda key: touched[key])
-        return odd[worst], sum(touched.values()) / every
 
 
 def predict(sections: Sequence[Section]) -> Prediction | None:
@@ -500,7 +488,7 @@ def _island(flow: nx.DiGraph, rows: Sequence[OpRow]) -> Island:
     )
 
 
-# -- weights and sizes -----------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------
 
 ROUNDING = rounding(NARROWEST)
 """The largest relative error by which fp16 rounds a number in its range."""
@@ -605,70 +593,6 @@ def weight_rows(
                 WeightRow(*where, name, cast.dtype, shape, not cast.every_call, known)
             )
     return rows
-
-
-MULTIPLE = 8
-"""Sizes of half-precision products should be multiples of 8: 16 bytes.
-
-NVIDIA, "Matrix Multiplication Background User's Guide" (DU-09799), section 2.3: with
-cuBLAS 11 and later tensor cores work for any size, most efficiently for multiples of 16
-bytes.
-"""
-
-
-@dataclass(frozen=True)
-class Misfit:
-    """One size of one low matrix product or convolution.
-
-    Attributes:
-        graph, body: the section of the op.
-        name: the name of the op's node.
-        module: path of the module that calls the op.
-        operand: the place of the operand, from 0.
-        size: the size that is no multiple of `MULTIPLE`.
-        next: the next multiple.
-    """
-
-    graph: int
-    body: str
-    name: str
-    module: str
-    operand: int
-    size: int
-    next: int
-
-
-def misfits_of(sections: Sequence[Section]) -> list[Misfit]:
-    """Sizes of low products on CUDA that miss the multiple, each once per module."""
-    found: dict[tuple[str, int], Misfit] = {}
-    for section in sections:
-        for row in section.ops:
-            fact = section.rewritten.facts.nodes[row.name]
-            if not (row.is_low and row.flops and fact.device == "cuda"):
-                continue
-            for operand, size in _sizes(section.before[row.name], fact):
-                above = size + -size % MULTIPLE
-                misfit = Misfit(*row.key, row.module, operand, size, above)
-                if size != above:
-                    found.setdefault((row.module or row.name, size), misfit)
-    return list(found.values())
-
-
-def _sizes(node: fx.Node, fact: NodeFacts) -> Iterator[tuple[int, int]]:
-    """The sizes of a product that matter, each with the place of its operand.
-
-    These are the last two sizes of each matrix, and a convolution's channel counts.
-    """
-    _, name, _ = split_key(fact.op)
-    for place, value in enumerate(node.args):
-        tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
-        if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
-            continue
-        if "conv" not in name:
-            yield from ((place, compat.hint(size)) for size in tensor.shape[-2:])
-        elif place == 0:
-            yield place, compat.hint(tensor.shape[1])
-            yield 1, compat.hint(node.meta["val"].shape[1])
 
 
 # -- calls and steps so far ------------------------------------------------------------
@@ -818,11 +742,6 @@ class Document:
     def weights(self) -> list[WeightRow]:
         """One row per weight read in low precision: its shape, and whether it fits."""
         return weight_rows(self.sections, self.ranges)
-
-    @cached_property
-    def misfits(self) -> list[Misfit]:
-        """Sizes of low products on a GPU that are no multiple for tensor cores."""
-        return misfits_of(self.sections)
 
     @cached_property
     def prediction(self) -> Prediction | None:

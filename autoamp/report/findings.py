@@ -15,7 +15,6 @@ from autoamp.messages import (
     bytes_text,
     counted,
     not_captured,
-    one_name,
     op_title,
     seconds_text,
 )
@@ -25,12 +24,10 @@ from autoamp.passes.rows import OpRow, Section
 from autoamp.passes.write.layouts import LAST
 from autoamp.report.casts import compiled_text, counts_text
 from autoamp.report.figures import (
-    MULTIPLE,
     SECONDS,
     Document,
     Headline,
     LossScaleReport,
-    Misfit,
     Prediction,
     WeightRow,
 )
@@ -170,7 +167,7 @@ def because_of(report: Document) -> str:
         f"Ops that run in low precision take {times.share_low:.0%} of the predicted "
         f"fp32 time of {seconds_text(times.seconds(placed=False))}."
     )
-    change = _change(times, report.misfits)
+    change = _change(times)
     return " ".join([low, _parts(times), _largest(times), change])
 
 
@@ -209,7 +206,7 @@ def _largest(times: Prediction) -> str:
     return f"The op that takes most is {name}: {share:.0%} of the time{arithmetic}."
 
 
-def _change(times: Prediction, misfits: Sequence[Misfit]) -> str:
+def _change(times: Prediction) -> str:
     """The change that would help most: it shortens the largest part of the time."""
     parts = _left(times)
     largest = max(parts, key=lambda name: parts[name])
@@ -241,14 +238,6 @@ def _change(times: Prediction, misfits: Sequence[Misfit]) -> str:
                 f"Fewer casts would help most, because casts take {size}: "
                 "report.islands shows the fp32 ops that they surround."
             )
-    worst, share = times.odd_product(misfits)
-    if worst is not None and share > 0.5:
-        where = f" of {worst.module}" if worst.module else ""
-        return (
-            f"Padding would help most, because arithmetic takes {size} and tensor "
-            f"cores work fastest on multiples of {MULTIPLE}: pad the size "
-            f"{worst.size:,}{where} to {worst.next:,}."
-        )
     return (
         f"Only less arithmetic would help much: low precision at its full speed takes "
         f"{size}."
@@ -318,7 +307,6 @@ def _found(report: Document) -> Iterator[str]:
     yield from _calls(report)
     yield from _own_options(report)
     yield from _little(report)
-    yield from _sizes(report.misfits)
 
 
 def _overflows(state: LossScaleReport | None) -> Iterator[str]:
@@ -424,17 +412,4 @@ def _little(report: Document) -> Iterator[str]:
         yield (
             f"The ops are too small to gain: starting them takes {launches:.0%} of the "
             "predicted fp32 time. A larger batch would gain more."
-        )
-
-
-def _sizes(misfits: Sequence[Misfit]) -> Iterator[str]:
-    """A size to pad to a multiple; sizes up to `MULTIPLE` itself belong to inputs."""
-    each = next((misfit for misfit in misfits if misfit.size > MULTIPLE), None)
-    if each is not None:
-        same = [m.module or m.name for m in misfits if m.size == each.size]
-        kind = "modules" if len(set(same)) > 1 else "module"
-        where = f"{kind} {one_name(same)}" if each.module else one_name(same)
-        yield (
-            f"Pad the size {each.size:,} in {where} to {each.next:,} if you can: "
-            f"tensor cores work fastest on multiples of {MULTIPLE}."
         )

@@ -33,11 +33,9 @@ from autoamp.messages import (
 from autoamp.passes.rows import CastRow, Costs, OpRow, Section
 from autoamp.report.casts import compiled_text, counts_text, unrounded
 from autoamp.report.figures import (
-    MULTIPLE,
     Coverage,
     Document,
     LossScaleReport,
-    Misfit,
     Stayed,
     WeightRow,
     amount,
@@ -277,7 +275,6 @@ def full_of(report: Document) -> Iterator[RenderableType]:
     yield from lines("the prediction", lambda: _prediction(report))
     yield from lines("the list of casts", lambda: _largest_casts(report.casts))
     yield from lines("the list of weights", lambda: _weights(report.weights))
-    yield from lines("the list of sizes", lambda: _odd_sizes(report.misfits))
     yield from _calls(report)
 
 
@@ -541,18 +538,3 @@ def _weights(rows: Sequence[WeightRow]) -> Iterator[RenderableType]:
         yield _cut(f"• {row.name}: {said}")
     if len(bad) > LISTED:
         yield _cut(f"  and {counted(len(bad) - LISTED, 'more weight')}")
-
-
-def _odd_sizes(misfits: Sequence[Misfit]) -> Iterator[RenderableType]:
-    """The sizes that miss the multiples of tensor cores, with their modules."""
-    if not misfits:
-        return
-    yield _heading(f"\nSizes of products that are no multiple of {MULTIPLE}")
-    sizes: dict[tuple[int, int], list[Misfit]] = defaultdict(list)
-    for each in misfits:
-        sizes[each.size, each.next].append(each)
-    for (size, above), same in list(sizes.items())[:LISTED]:
-        where = one_name([misfit.module or misfit.name for misfit in same])
-        yield _cut(f"• {size:,} in {where}: tensor cores prefer {above:,}")
-    if len(sizes) > LISTED:
-        yield _cut(f"  and {counted(len(sizes) - LISTED, 'more size')}")

@@ -185,7 +185,6 @@ CHANGES: dict[str, tuple[nn.Module, tuple[int, ...], dict[str, Any]]] = {
         {"keep": ["1"]},
     ),
     "Fewer casts": (LINEAR(64, 8), (1 << 20, 64), {}),
-    "pad the size 4,095 to 4,096": (LINEAR(4095, 4096), (8192, 4095), {}),
     "Only less arithmetic": (LINEAR(4096, 4096), (8192, 4096), {}),
 }
 
@@ -263,7 +262,6 @@ def test_the_summary_of_gpt2_fits_a_screen() -> None:
     ids = torch.zeros(1, 64, dtype=torch.long)
     report = autoamp.explain(model, kwargs={"input_ids": ids}, device="cuda:sm_80")
     assert len(str(report).splitlines()) <= 24
-    says(report, "50,257", "50,264", module="lm_head")
 
 
 def test_names_and_reasons_steer_neither_a_terminal_nor_a_notebook() -> None:
