@@ -6,7 +6,6 @@ A change is the other precision, or the options under which the passes choose it
 from __future__ import annotations
 
 import difflib
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +15,6 @@ from autoamp.errors import OptionError
 from autoamp.messages import advice, bytes_text, counted, shorten
 from autoamp.passes.decide.ceiling import Root, low_under_autocast, root_of
 from autoamp.passes.decide.mincut import (
-    Group,
     Network,
     Problem,
     Solution,
@@ -434,54 +432,6 @@ def _reader_in_fp32(rewritten: Rewritten, problem: Problem, last: str) -> str:
             if key in keys and mode != "same":
                 return f"{name} reads"
     return "the graph returns"
-
-
-class FlipsAlone:
-    """The cost of changing one op and nothing else, from the terms that name the op.
-
-    It is an upper bound on the cost of the flip (rewards included).
-    """
-
-    def __init__(self, rewritten: Rewritten) -> None:
-        assignment = rewritten.assignment
-        problem = assignment.problem
-        self._problem, self._low = problem, assignment.low
-        self._reward = assignment.prices.reward
-        self._verdicts = rewritten.classified.verdicts
-        self._groups: dict[str, list[Group]] = defaultdict(list)
-        for group in problem.groups:
-            for variable in dict.fromkeys((group.value, *group.readers)):
-                self._groups[variable].append(group)
-        self._tied = {v for a, b, _ in problem.ties if a != b for v in (a, b)}
-        self._follows: dict[str, list[tuple[str, str]]] = defaultdict(list)
-        for reader, value, _ in problem.follows:
-            self._follows[reader].append((reader, value))
-            self._follows[value].append((reader, value))
-
-    def of(self, name: str) -> tuple[int, int] | None:
-        """The cost without rewards, and how many more allow ops would be in fp32.
-
-        None where the op cannot change alone.
-        """
-
-        def after(variable: str) -> bool:
-            return (variable in self._low) != (variable == name)
-
-        if name in self._tied or any(
-            after(reader) and not after(value) for reader, value in self._follows[name]
-        ):
-            return None
-        prices = self._problem.unary[name]
-        extra = prices[after(name)] - prices[name in self._low]
-        for group in self._groups[name]:
-            cost = group.cost(after)
-            if cost is None:
-                return None
-            extra += cost - (group.cost(self._low.__contains__) or 0)
-        more = 0
-        if self._verdicts[name].category is Category.ALLOW:
-            more = 1 if name in self._low else -1
-        return extra - self._reward * more, more
 
 
 # -- options ---------------------------------------------------------------------------

@@ -1,13 +1,10 @@
 """What the page says of the other precision, for each op and for each module.
 
-For an exact cost the placement is solved again: for all ops of a graph of 3 000 nodes
-that would take minutes.  So the ops that move most bytes get the exact cost; every
-other op gets an upper bound, the cost of changing that op alone.
+For each cost the placement is solved again: for all ops of a graph of 3 000 nodes that
+would take minutes.  So only the ops that move most bytes get a cost.
 
-An op has a `flip`, whose `kind` is "exact", "bound" (`extra` and `more_allow_in_fp32`
-are those of a change of this op alone, so that the least cost is no higher, rewards
-included), "never" (`why` is the reason) or "unknown" (the op cannot change alone, and
-the exact cost was not affordable).  It has a `root` where type promotion leaves it
+An op has a `flip`, whose `kind` is "exact", "never" (`why` is the reason) or "unknown"
+(the cost was not affordable).  It has a `root` where type promotion leaves it
 fp32: the node at the far end of the chain, a sentence on it, and the `chain` to the op.
 And it has a `remedy` where options were tried; its `words` are "" where none of those
 `tried` makes the op low.
@@ -29,7 +26,6 @@ from autoamp.report.page.drawing import Box
 from autoamp.report.why import (
     Flip,
     Flips,
-    FlipsAlone,
     candidates,
     remedy_for,
     risk_of,
@@ -62,12 +58,11 @@ def changes_of(
     free = [row for row in section.ops if not row.pinned]
     first = sorted(free, key=lambda row: -row.bytes)[: MOST_WORK // work]
     exact = {row.name for row in first}
-    alone = FlipsAlone(section.rewritten)
     roots, remedies = _roots(section, index), _remedies(section, MOST_TRIES // work)
     found = {}
     for row in section.ops:
         name = row.name
-        made = row.pinned or (solver.of(name) if name in exact else alone.of(name))
+        made = row.pinned or (solver.of(name) if name in exact else None)
         flip = {"to": FP32 if row.is_low else section.low, **_flip(section, made)}
         found[name] = {
             "flip": flip,
@@ -77,15 +72,11 @@ def changes_of(
     return found
 
 
-def _flip(
-    section: Section, found: Flip | tuple[int, int] | str | None
-) -> dict[str, Any]:
+def _flip(section: Section, found: Flip | str | None) -> dict[str, Any]:
     if found is None:
         return {"kind": "unknown"}
     if isinstance(found, str):
         return {"kind": "never", "why": found}
-    if isinstance(found, tuple):
-        return {"kind": "bound", "extra": found[0], "more_allow_in_fp32": found[1]}
     dtypes = {"up": FP32, "down": section.low}
     return {
         "kind": "exact",

@@ -179,16 +179,14 @@ function flipped(flip) {
   const kind = unit === "bytes" ? "bytes kept for the backward" : "predicted time";
   if (flip.kind === "never") return [h("p", {}, (flip.to === report.dtypes.high ? "Impossible: " : "Not under these options: ") + flip.why + ".")];
   if (flip.kind === "unknown") {
-    return [h("p", {}, "Other nodes would have to change with this op. Their cost takes long to compute in a graph of this size; report.why() computes it.")];
+    return [h("p", {}, "The cost takes long to compute for each op of a graph of this size; report.why() computes it.")];
   }
   const more = flip.more_allow_in_fp32;
   const { compute_dtype: low } = state.graph.raw;
   const ops = more ? ", and " + plural(Math.abs(more), "more allow op") + " in " + (more > 0 ? "fp32" : low) : "";
-  const bound = flip.kind === "bound";
-  const text = (bound ? "At most " : "") + amount(flip.extra, unit, true) + " " + kind + ops +
-    (bound ? ", if this op alone changed. This is a bound because the graph is large; report.why() gives the exact cost." : ".");
+  const text = amount(flip.extra, unit, true) + " " + kind + ops + ".";
   const casts = (list) => list.map(([value, dtype]) => value + " to " + dtype).join(", ");
-  return [h("p", {}, text), facts(bound ? [] : [
+  return [h("p", {}, text), facts([
     ["Casts added", casts(flip.appear)], ["Casts removed", casts(flip.vanish)],
     ["Would change too", flip.along.slice(0, MOST_LISTED).join(", ") +
       (flip.along.length > MOST_LISTED ? " and " + (flip.along.length - MOST_LISTED) + " more" : "")],
