@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -78,26 +78,6 @@ def rewrite_normalised(
     return _as_reported(_run(begun, Phase.WRITE))
 
 
-def placed_again(
-    rewritten: Rewritten, options: PassOptions, given_up: Mapping[str, str]
-) -> Rewritten:
-    """The record of the same graph under other options, without any retreat.
-
-    Args:
-        given_up: the nodes to keep fp32, each to the reason.
-    """
-    begun = replace(
-        rewritten,
-        options=options,
-        gm=rewritten.before,
-        given_up=dict(given_up),
-        fused=False,
-        seconds={},
-    )
-    chosen = [p for p in PASSES if p.phase in (Phase.DECIDE, Phase.WRITE)]
-    return _as_reported(_run(begun, Phase.WRITE, chosen, retries=0))
-
-
 def prepare(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
@@ -164,12 +144,7 @@ def as_it_is(
 # -- the run of the list -----------------------------------------------------------
 
 
-def _run(
-    work: Rewritten,
-    last: Phase,
-    passes: Sequence[Pass] = PASSES,
-    retries: int = RETRIES,
-) -> Rewritten:
+def _run(work: Rewritten, last: Phase, passes: Sequence[Pass] = PASSES) -> Rewritten:
     """Runs the passes up to phase `last`, and retreats where a pass or its check fails.
 
     Where the graph cannot go without the pass, the nodes that the error names are kept
@@ -205,7 +180,7 @@ def _run(
             again = started[first]
             fresh = wider(error, again.before.graph, again.given_up)
             failures += 1
-            if work.options.strict or failures > retries or not fresh:
+            if work.options.strict or failures > RETRIES or not fresh:
                 raise
             kept = dict.fromkeys(fresh, kept_for(error))
             work = replace(again, given_up={**again.given_up, **kept})

@@ -713,11 +713,6 @@ class Document:
         """The graphs, each followed by its bodies: checkpointed regions, loops."""
         return sections_of(self.rewritten, self.graphs)
 
-    def section_of(self, row: OpRow) -> Section:
-        """The section that a row belongs to."""
-        place = row.graph, row.body
-        return next(s for s in self.sections if (s.graph, s.body) == place)
-
     @cached_property
     def ops(self) -> list[OpRow]:
         """One row per float op, with category, precision, reason and source line."""

@@ -18,20 +18,17 @@ from autoamp.messages import (
     op_title,
     seconds_text,
 )
-from autoamp.passes.decide.pins import kept_by
 from autoamp.passes.functions import laid_out
-from autoamp.passes.rows import OpRow, Section
+from autoamp.passes.rows import OpRow
 from autoamp.passes.write.layouts import LAST
 from autoamp.report.casts import compiled_text, counts_text
 from autoamp.report.figures import (
-    SECONDS,
     Document,
     Headline,
     LossScaleReport,
     Prediction,
     WeightRow,
 )
-from autoamp.report.why import remedy_for
 from autoamp.training.meter import UpdateShare
 
 # -- updates of half-precision weights -------------------------------------------------
@@ -276,9 +273,6 @@ MOST = 2
 LITTLE = 1.2
 """Below this predicted speed-up the report says why the model gains so little."""
 
-WORTH = 0.05
-"""A change of options is proposed if it saves this share of the predicted time."""
-
 
 def advice_of(report: Document) -> tuple[str, ...]:
     """At most `MOST` sentences; where nothing would help, one sentence that says so."""
@@ -305,7 +299,6 @@ def _found(report: Document) -> Iterator[str]:
         )
     yield from _weights(report.weights)
     yield from _calls(report)
-    yield from _own_options(report)
     yield from _little(report)
 
 
@@ -365,35 +358,6 @@ def _calls(report: Document) -> Iterator[str]:
             "The parts that were not captured run in fp32; report.skipped names their "
             "lines and the reasons."
         )
-
-
-def _own_options(report: Document) -> Iterator[str]:
-    """The gain of dropping an option that keeps the costliest ops in fp32."""
-    total = report.headline.seconds
-    for group in report.stayed:
-        row = group.rows[0]
-        if not total or (group.seconds or 0) < WORTH * total:
-            return
-        section = report.section_of(row)
-        if not is_users_choice(section, row):
-            continue
-        remedy = remedy_for(section.rewritten, row.name)
-        if remedy is None:
-            continue
-        saved = -remedy.extra * SECONDS
-        if saved >= WORTH * total:
-            yield (
-                f"{remedy.words[0].upper()}{remedy.words[1:]} would save "
-                f"{seconds_text(saved)} of {seconds_text(total)}, by prediction."
-            )
-            return
-
-
-def is_users_choice(section: Section, row: OpRow) -> bool:
-    """Whether `keep=` or another option of the user's holds an op in fp32."""
-    modules = section.rewritten.facts.nodes[row.name].modules
-    kept = kept_by(section.rewritten.options.keep, modules) is not None
-    return kept or row.origin.endswith("=")
 
 
 def _little(report: Document) -> Iterator[str]:

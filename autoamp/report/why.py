@@ -1,7 +1,4 @@
-"""Explains one node: its rule, its neighbours, and what would change it, at what cost.
-
-A change is the other precision, or the options under which the passes choose it.
-"""
+"""Explains one node: its rule, its neighbours, and the cost of the other precision."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import difflib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
 
 from autoamp.errors import OptionError
 from autoamp.messages import advice, bytes_text, counted, shorten
@@ -21,13 +17,10 @@ from autoamp.passes.decide.mincut import (
     contradiction,
     solve,
 )
-from autoamp.passes.decide.pins import kept_by
 from autoamp.passes.decide.problem import held, promised_casts
-from autoamp.passes.decide.verdict import AUTOCAST, CEILING, GAVE_UP, Verdict
+from autoamp.passes.decide.verdict import CEILING
 from autoamp.passes.record import Rewritten
 from autoamp.passes.rows import FP32, CastRow, OpRow, Section, allow_in_fp32
-from autoamp.passes.rules import Category
-from autoamp.passes.run import placed_again
 from autoamp.passes.see.facts import FP32 as READ_IN_FP32
 from autoamp.passes.write.layouts import LAST
 from autoamp.report.figures import amount
@@ -173,16 +166,11 @@ def _flipped(section: Section, row: OpRow) -> Iterator[str]:
     other = FP32 if row.is_low else section.low
     change = row.pinned or Flips(section.rewritten).of(row.name)
     if isinstance(change, str):
-        if row.is_low:
-            yield f"  in {other}    cannot: {change}"
-        else:
-            yield from _cannot(section, row, change)
+        told = "cannot" if row.is_low else "not under these options"
+        yield f"  in {other}    {told}: {change}"
+        yield from _rooted(section, row)
         return
     yield f"  in {other}    {_price(section, change)}"
-    if not row.is_low:
-        remedy = remedy_for(section.rewritten, row.name)
-        if remedy is not None:
-            yield f"             by {remedy.words}: {_extra(section, remedy)}"
     indent = " " * 13
     appear, vanish = _casts(section, change.appear), _casts(section, change.vanish)
     yield from _listed(f"{indent}casts that would appear: ", appear)
@@ -190,42 +178,19 @@ def _flipped(section: Section, row: OpRow) -> Iterator[str]:
     yield from _listed(f"{indent}would change with it: ", list(change.along))
 
 
-def _cannot(section: Section, row: OpRow, why: str) -> Iterator[str]:
-    """The options that would make an fp32 node low, or why none would; and the root."""
-    rewritten = section.rewritten
-    verdict = rewritten.classified.verdicts[row.name]
-    remedy = remedy_for(rewritten, row.name)
-    if remedy is None:
-        yield f"  in {section.low}    cannot: {why}"
-        tried = [" and ".join(w) for _, w in candidates(rewritten, row.name)]
-        yield from _listed("             tried, no help: ", tried)
-    else:
-        said = f"by {remedy.words}: {_extra(section, remedy)}"
-        risk = risk_of(verdict)
-        said += f"; {risk}" if risk else ""
-        yield f"  in {section.low}    {said}"
-        yield f"             otherwise not: {why}"
-        yield from _listed("             would change with it: ", list(remedy.along))
-    if verdict.origin == CEILING:
-        classified = rewritten.classified
+def _rooted(section: Section, row: OpRow) -> Iterator[str]:
+    """Where the chain of fp32 nodes begins that type promotion follows to a node."""
+    classified = section.rewritten.classified
+    if classified.verdicts[row.name].origin == CEILING:
         root = root_of(row.name, classified, low_under_autocast(classified))
         passed = [*_listed("; passed on by ", list(root.path))]
         yield f"  root       {root_text(section, root)}{''.join(passed)}"
 
 
-def _extra(section: Section, change: Flip | Remedy) -> str:
+def _extra(section: Section, change: Flip) -> str:
     in_bytes = section.rewritten.assignment.prices.in_bytes
     kind = "bytes kept" if in_bytes else "predicted time"
     return f"{amount(change.extra, in_bytes, signed=True)} {kind}"
-
-
-def risk_of(verdict: Verdict) -> str:
-    """The risk of an option that makes a node low, or ""."""
-    if verdict.origin in (AUTOCAST, CEILING):
-        return "it rounds values that torch.autocast keeps in fp32"
-    if verdict.category is Category.DENY and not verdict.origin.endswith("="):
-        return "its rule says what is at risk"
-    return ""
 
 
 def root_text(section: Section, root: Root) -> str:
@@ -432,102 +397,3 @@ def _reader_in_fp32(rewritten: Rewritten, problem: Problem, last: str) -> str:
             if key in keys and mode != "same":
                 return f"{name} reads"
     return "the graph returns"
-
-
-# -- options ---------------------------------------------------------------------------
-
-_LEFT_OUT = "leaving out "
-
-_Change: TypeAlias = tuple[dict[str, Any], list[str]]
-"""Options to change, and the words for the change."""
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """Options under which the passes make one node low, and their effect.
-
-    Attributes:
-        words: the options, written as the present options were: keywords or variables.
-        paste: the options to add, in one line; "" where some are only left out.
-        extra: the predicted cost above that of the present placement, without rewards.
-        along: other nodes that would change precision too, in graph order.
-    """
-
-    words: str
-    paste: str
-    extra: int
-    along: tuple[str, ...]
-
-
-def remedy_for(rewritten: Rewritten, name: str) -> Remedy | None:
-    """The fewest options under which fp32 node `name` is low, tried; or None."""
-    verdicts = rewritten.classified.verdicts
-    given_up = {n: v.reason for n, v in verdicts.items() if v.origin == GAVE_UP}
-    for changes, words in candidates(rewritten, name):
-        try:
-            found = placed_again(
-                rewritten, rewritten.options.replace(**changes), given_up
-            )
-        except Exception:  # noqa: BLE001, S112  # options that fail are no remedy
-            continue
-        low = found.assignment.low
-        if name in low:
-            changed = (rewritten.assignment.low ^ low) - {name}
-            return Remedy(
-                words=" and ".join(words),
-                paste=_pasted(words),
-                extra=_estimate(found) - _estimate(rewritten),
-                along=tuple(n for n in found.facts.nodes if n in changed),
-            )
-    return None
-
-
-def _pasted(words: Sequence[str]) -> str:
-    """Options in one line: keywords with commas, variables and flags with spaces."""
-    added = [word for word in words if not word.startswith(_LEFT_OUT)]
-    apart = " " if any(word.startswith(("AUTOAMP_", "--")) for word in added) else ", "
-    return apart.join(added)
-
-
-def _estimate(rewritten: Rewritten) -> int:
-    """The predicted cost of a placement, without rewards."""
-    placed = rewritten.assignment
-    return placed.cost - placed.prices.reward * allow_in_fp32(rewritten, placed.low)
-
-
-def candidates(rewritten: Rewritten, name: str) -> Iterator[_Change]:
-    """Options to try, the fewest changes first; each with the words for it."""
-    options = rewritten.options
-    fact = rewritten.facts.nodes[name]
-    op = fact.base.removeprefix("aten::")
-    first: dict[str, Any] = {}  # user options that hold the op in fp32 come off first
-    said: list[str] = []
-    for option, dropped in (
-        ("keep", [k for k in options.keep if kept_by([k], fact.modules)]),
-        # A user may list an op with its namespace and its overload.
-        ("deny", [d for d in options.deny if _bare(d) == op]),
-    ):
-        if dropped:
-            given = getattr(options, option)
-            first[option] = tuple(each for each in given if each not in dropped)
-            said.append(f"{_LEFT_OUT}{options.advice(option, dropped)}")
-    allow = [*options.allow, op]
-    named: _Change = {"allow": tuple(allow)}, [options.advice("allow", allow)]
-    forced: _Change = {"do_no_harm": False}, [options.advice("do_no_harm", False)]
-    allowed = rewritten.classified.verdicts[name].category is Category.ALLOW
-    can_allow = bool(op) and not allowed  # `allow=` cannot name a branch or a loop
-    steps: list[list[_Change]] = [[]] if first else []
-    steps += [[named]] * can_allow
-    if options.do_no_harm:
-        steps += [[forced]]
-        steps += [[named, forced]] * can_allow
-    for step in steps:
-        changes, words = dict(first), []
-        for change, text in step:
-            changes |= change
-            words += text
-        yield changes, words + said
-
-
-def _bare(listed: str) -> str:
-    return listed.rpartition("::")[2].partition(".")[0]

@@ -155,7 +155,6 @@ def test_predicted_times_are_the_prices_that_were_minimised() -> None:
     assert f"{figures['speed_up']:.2f} times as fast as fp32" in said
     high = [row for row in report.ops if not row.is_low]
     assert sum(group.count for group in report.stayed) == len(high)
-    assert 'Leaving out keep=["2"]' in said or 'Leaving out keep=["1","2"]' in said
     free = autoamp.explain(nn.LSTM(16, 16), torch.ones(6, 4, 16), device=device)
     assert free.prediction is not None
     assert free.prediction.limit == math.inf, "no op must stay fp32"

@@ -1,4 +1,4 @@
-"""`report.why(node)`: the options that would change a node, tried, and the root."""
+"""`report.why(node)`: the reason of a precision, the price of the other, the root."""
 
 from __future__ import annotations
 
@@ -40,36 +40,6 @@ def node_of(report: autoamp.Report, op: str, last: bool = True) -> str:
     return names[-1 if last else 0]
 
 
-CASES: list[tuple[str, dict[str, object], str, dict[str, object]]] = [
-    ("layer_norm", {}, 'by allow=["layer_norm"]: ', {"allow": ["layer_norm"]}),
-    ("softplus", {}, 'by allow=["softplus"]: ', {"allow": ["softplus"]}),
-    ("linear", {"keep": ["body"]}, 'by leaving out keep=["body"]: ', {}),
-    ("linear", {"deny": ["linear"]}, 'by leaving out deny=["linear"]: ', {}),
-    (
-        "layer_norm",
-        {"deny": ["layer_norm"], "allow": ["tanh"]},
-        'by allow=["tanh", "layer_norm"] and leaving out deny=["layer_norm"]: ',
-        {"allow": ["tanh", "layer_norm"]},
-    ),
-    ("linear", {"do_no_harm": True}, "by do_no_harm=False: ", {"do_no_harm": False}),
-]
-
-
-@pytest.mark.usefixtures("bf16_units")
-@pytest.mark.parametrize(("op", "given", "words", "then"), CASES)
-def test_the_option_that_is_named_makes_the_node_low(
-    op: str, given: dict[str, object], words: str, then: dict[str, object]
-) -> None:
-    report = report_of(**given)
-    name = node_of(report, op)
-    assert not report.rewritten[0].assignment.decisions[name].low
-    shown = report.why(name)
-    assert words in shown
-    assert "predicted time" in shown.partition(words)[2].splitlines()[0]
-    changed = report_of(**then)
-    assert changed.rewritten[0].assignment.decisions[node_of(changed, op)].low
-
-
 def test_asking_changes_nothing_in_the_report() -> None:
     report = report_of()
     before = report.to_json()
@@ -107,7 +77,7 @@ def test_every_node_has_an_answer(given: dict[str, object]) -> None:
     for row in report.ops:
         graph = f"{row.graph}/{row.body}" if row.body else row.graph
         answers[row.op] = report.why(row.name, graph=graph)
-    assert 'allow=[""]' not in "".join(answers.values())
+    assert all("\n  in " in told for told in answers.values())
     assert (
         "root       gru_cell (aten::gru_cell) is fp32" in answers["aten::exp.default"]
     )

@@ -6,8 +6,6 @@ would take minutes.  So only the ops that move most bytes get a cost.
 An op has a `flip`, whose `kind` is "exact", "never" (`why` is the reason) or "unknown"
 (the cost was not affordable).  It has a `root` where type promotion leaves it
 fp32: the node at the far end of the chain, a sentence on it, and the `chain` to the op.
-And it has a `remedy` where options were tried; its `words` are "" where none of those
-`tried` makes the op low.
 
 A box has the cost of its ops in `fp32` and as `placed`, with the casts before them; and
 what it would cost to `keep` all its ops in fp32, or to `lower` those that may be low;
@@ -26,9 +24,6 @@ from autoamp.report.page.drawing import Box
 from autoamp.report.why import (
     Flip,
     Flips,
-    candidates,
-    remedy_for,
-    risk_of,
     root_text,
 )
 
@@ -39,17 +34,11 @@ One node of one placement takes about 11 microseconds, so the limit is about a s
 the costs of modules take as much again.
 """
 
-MOST_TRIES = 3_000
-"""The limit on runs of the pass for one page, times the nodes of the graphs.
-
-One run takes about a millisecond for each node, so the limit is about 3 seconds.
-"""
-
 
 def changes_of(
     section: Section, index: Mapping[str, int], solver: Flips, work: int
 ) -> dict[str, dict[str, Any]]:
-    """What would change each op: its `flip`, `root` and `remedy`.
+    """What would change each op: its `flip` and `root`.
 
     Args:
         index: the place of each node on the page.
@@ -58,17 +47,13 @@ def changes_of(
     free = [row for row in section.ops if not row.pinned]
     first = sorted(free, key=lambda row: -row.bytes)[: MOST_WORK // work]
     exact = {row.name for row in first}
-    roots, remedies = _roots(section, index), _remedies(section, MOST_TRIES // work)
+    roots = _roots(section, index)
     found = {}
     for row in section.ops:
         name = row.name
         made = row.pinned or (solver.of(name) if name in exact else None)
         flip = {"to": FP32 if row.is_low else section.low, **_flip(section, made)}
-        found[name] = {
-            "flip": flip,
-            "root": roots.get(name),
-            "remedy": remedies.get(name),
-        }
+        found[name] = {"flip": flip, "root": roots.get(name)}
     return found
 
 
@@ -106,47 +91,6 @@ def _roots(section: Section, index: Mapping[str, int]) -> dict[str, dict[str, An
             "chain": [index[name] for name in dict.fromkeys(chain)],
         }
     return found
-
-
-def _remedies(section: Section, most: int) -> dict[str, dict[str, Any]]:
-    """Each op in fp32 to the option that would lower it, by at most `most` pass runs.
-
-    The op of each kind that takes most time is tried first.  An option that also lowers
-    other ops of the same kind is their remedy too.
-    """
-    rewritten = section.rewritten
-    found: dict[str, dict[str, Any]] = {}
-    high = [row for row in section.ops if not row.is_low]
-    high.sort(key=lambda row: -row.cost_fp32)
-    firsts = {_kind(row): row for row in reversed(high)}
-    for row in sorted(high, key=lambda row: firsts[_kind(row)] is not row):
-        if row.name in found:
-            continue
-        tries = [*candidates(rewritten, row.name)]
-        if len(tries) > most:
-            continue
-        most -= len(tries)
-        remedy = remedy_for(rewritten, row.name)
-        if remedy is None:
-            tried = [" and ".join(words) for _, words in tries]
-            found[row.name] = {"words": "", "tried": tried}
-            continue
-        along = set(remedy.along)
-        alike = [r.name for r in high if r.name in along and _kind(r) == _kind(row)]
-        for name in (row.name, *alike):
-            entry = {
-                "words": remedy.words,
-                "paste": remedy.paste,
-                "extra": remedy.extra,
-                "along": len(remedy.along),
-                "risk": risk_of(rewritten.classified.verdicts[name]),
-            }
-            found.setdefault(name, entry)
-    return found
-
-
-def _kind(row: OpRow) -> tuple[str, str, str]:
-    return row.op, row.category, row.origin
 
 
 def costs_of_boxes(

@@ -97,7 +97,7 @@ function showNode(node) {
     chips(node),
     node.decision ? decided(node) : undecided(node),
     node.decision?.root ? rooted(node.decision.root) : "",
-    node.decision ? part("In " + node.decision.flip.to + " instead", ...flipped(node.decision.flip), remedied(node)) : "",
+    node.decision ? part("In " + node.decision.flip.to + " instead", ...flipped(node.decision.flip)) : "",
     values(node),
     where(node),
     ...links(node),
@@ -114,21 +114,6 @@ function rooted({ node: root, said, chain }) {
   const { title } = state.graph.nodes[root];
   return part("Root", h("p", {}, h("b", {}, "Fp32 because of "), nodeButton(root, title), ": " + said + "."),
     chain.length > 1 ? h("p", { class: "chain" }, ...steps) : "");
-}
-
-/** The option that would make an fp32 node low, and its cost. */
-function remedied({ name, decision: { remedy, precision } }) {
-  if (precision !== report.dtypes.high) return "";
-  if (!remedy) {
-    return h("p", { class: "note" }, "report.why(" + JSON.stringify(name) + ") tries options that might make this op low.");
-  }
-  if (!remedy.words) return h("p", {}, "No option makes this op low. Tried: ", h("code", {}, remedy.tried.join("; ")), ".");
-  const { unit } = state.graph.raw.tables;
-  const kind = unit === "bytes" ? "bytes kept for the backward" : "predicted time";
-  const along = remedy.along ? "; " + plural(remedy.along, "other op") + " would change too" : "";
-  const copy = remedy.paste ? [" ", copyButton(remedy.paste)] : [];
-  return h("p", {}, "By ", h("code", {}, remedy.words), ...copy, ": " + amount(remedy.extra, unit, true) + " " + kind + along +
-    (remedy.risk ? "; " + remedy.risk : "") + ".");
 }
 
 /** Closes the details, and puts the focus back on the node. */
