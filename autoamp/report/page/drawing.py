@@ -28,7 +28,7 @@ from autoamp.passes.see.facts import NodeFacts
 from autoamp.passes.see.nodes import tensors_of
 from autoamp.passes.write.emitted import is_use
 from autoamp.report.export import precision_of
-from autoamp.report.page.folding import Path, folded, folds_of, label_of
+from autoamp.report.page.folding import Fold, FoldedPath, Path, folded
 from autoamp.report.why import undecided
 
 MOST_NODES = 40
@@ -106,8 +106,8 @@ class Drawing:
         def loops(inside: Sequence[str], among: Sequence[str]) -> bool:
             return _loops(inside, sorted(among, key=self.index.__getitem__), operands)
 
-        homes = folded(homes, drawn, self._like, loops)
-        self.boxes, self.box_of = _tree_of(homes, drawn, label)
+        paths = folded(homes, drawn, self._like, loops)
+        self.boxes, self.box_of = _tree_of(paths, drawn, label)
 
     def node(self, name: str) -> dict[str, Any]:
         """What the page says of a node, but for its decision and its cast."""
@@ -346,15 +346,15 @@ def _loops(
 
 
 def _tree_of(
-    homes: Mapping[str, Path], order: Sequence[str], label: str
+    homes: Mapping[str, FoldedPath], order: Sequence[str], label: str
 ) -> tuple[list[Box], dict[str, int]]:
     """The boxes, parents before children, and the index of the box of each node.
 
     A module whose only content is one module shares a box with that module; `label` is
     the text of the outermost box.
     """
-    nodes: dict[Path, list[str]] = defaultdict(list)
-    children: dict[Path, dict[Path, None]] = defaultdict(dict)
+    nodes: dict[FoldedPath, list[str]] = defaultdict(list)
+    children: dict[FoldedPath, dict[FoldedPath, None]] = defaultdict(dict)
     for name in order:
         path = homes[name]
         nodes[path].append(name)
@@ -362,15 +362,14 @@ def _tree_of(
             children[path[:depth]][path[: depth + 1]] = None
     boxes: list[Box] = []
     box_of: dict[str, int] = {}
-    waiting: list[tuple[Path, Path, int]] = [((), (), -1)]
+    waiting: list[tuple[FoldedPath, FoldedPath, int]] = [((), (), -1)]
     for path, above, parent in waiting:  # grows while it is walked: breadth first
         inner = path
         while path and not nodes[inner] and len(children[inner]) == 1:
             (inner,) = children[inner]
         here = len(boxes)
-        real = [segment for segment in inner if not folds_of(segment)]
-        module = ".".join(segment.partition(_CALL)[0] for segment in real)
-        folds = folds_of(inner[-1]) if inner else 0
+        module = ".".join(name.partition(_CALL)[0] for name in _modules(inner))
+        folds = inner[-1].count if inner and isinstance(inner[-1], Fold) else 0
         is_part = bool(folds) and len(inner) == len(above) + 1
         text = _label(inner[len(above) :], above) or label
         boxes.append(Box(module, text, parent, is_part, folds))
@@ -379,16 +378,21 @@ def _tree_of(
     return boxes, box_of
 
 
-def _label(path: Path, above: Path) -> str:
+def _label(path: FoldedPath, above: FoldedPath) -> str:
     """The text of the box of `path`, a path inside the box of `above`."""
-    named = [segment for segment in (*above, *path) if not folds_of(segment)]
-    if path and folds_of(path[-1]):
-        text = label_of(path[-1], named[-1] if named else "")
-    elif len(path) == 1 and path[0].isdigit():
+    own, named = _modules(path), _modules((*above, *path))
+    if path and isinstance(path[-1], Fold):
+        text = path[-1].label(named[-1] if named else "")
+    elif len(own) == 1 and own[0].isdigit():
         text = ".".join(named[-2:])
     else:
-        text = ".".join(path)
+        text = ".".join(own)
     return text.replace(_CALL, ", call ")
+
+
+def _modules(path: FoldedPath) -> list[str]:
+    """The segments of a path that are modules, and no folds."""
+    return [segment for segment in path if isinstance(segment, str)]
 
 
 def _place(

@@ -8,14 +8,32 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 LEAST = 3
 """The least number of blocks that are folded."""
 
-_FOLD = "\1"
-"""Begins a fold; it separates the first block, the last block and their number."""
+
+@dataclass(frozen=True)
+class Fold:
+    """A box around blocks that are alike: the first, the last and their number."""
+
+    first: str
+    last: str
+    count: int
+
+    def label(self, above: str) -> str:
+        """The text of the box; `above` is the name of the module around it, or ""."""
+        start = f"{above}." if above else ""
+        times = f"\N{MULTIPLICATION SIGN}{self.count}"
+        return f"{start}{self.first}\N{EN DASH}{start}{self.last} {times}"
+
 
 Path = tuple[str, ...]
+"""The names of the modules around a node, the outermost first."""
+
+FoldedPath = tuple[str | Fold, ...]
+"""A path in which each fold stands before the block that it holds."""
 
 
 def folded(
@@ -23,7 +41,7 @@ def folded(
     order: Sequence[str],
     like: Callable[[str], Hashable],
     loops: Callable[[Sequence[str], Sequence[str]], bool],
-) -> dict[str, Path]:
+) -> dict[str, FoldedPath]:
     """The module paths `homes` with the folds in them.
 
     Blocks are alike if they have the same nodes at the same places, in equal precision.
@@ -38,8 +56,8 @@ def folded(
     Example:
         >>> homes = {f"exp_{n}": ("h", str(n)) for n in range(4)}
         >>> found = folded(homes, list(homes), lambda name: 0, lambda *_: False)
-        >>> [folds_of(segment) for segment in found["exp_2"]]
-        [0, 4, 0]
+        >>> found["exp_2"]
+        ('h', Fold(first='0', last='3', count=4), '2')
     """
     members: dict[Path, list[str]] = defaultdict(list)
     for name in order:
@@ -49,12 +67,12 @@ def folded(
     for path in members:
         if path:
             children[path[:-1]].append(path)
-    folds: dict[Path, str] = {}
+    folds: dict[Path, Fold] = {}
     for parent, blocks in children.items():
         for run in _runs(blocks, homes, members, like):
             inside = [name for block in run for name in members[block]]
             if not loops(inside, members[parent]):
-                fold = _FOLD.join(("", run[0][-1], run[-1][-1], str(len(run))))
+                fold = Fold(run[0][-1], run[-1][-1], len(run))
                 folds |= dict.fromkeys(run, fold)
     return {
         name: tuple(
@@ -89,16 +107,3 @@ def _runs(
         found[-1].append(block)
         last = number, inside
     return [run for run in found if len(run) >= LEAST]
-
-
-def folds_of(segment: str) -> int:
-    """The number of blocks that a fold holds; 0 where `segment` is no fold."""
-    return int(segment.rpartition(_FOLD)[2]) if segment.startswith(_FOLD) else 0
-
-
-def label_of(fold: str, above: str) -> str:
-    """The text of a fold; `above` is the name of the module around it, or ""."""
-    _, first, last, count = fold.split(_FOLD)
-    start = f"{above}." if above else ""
-    times = f"\N{MULTIPLICATION SIGN}{count}"
-    return f"{start}{first}\N{EN DASH}{start}{last} {times}"
