@@ -257,17 +257,8 @@ class OptimizerBoundary:
             loaded.clear()
             whole.clear()
 
-        this, of = weakref.ref(self), self._optimizer
-
-        def reduce(protocol: Any) -> Any:
-            boundary, found = this(), of()
-            if boundary is not None and boundary.masters is not None:
-                return saved_masters.reduced(boundary.masters, protocol)
-            kind: Any = type(found)
-            return kind.__reduce_ex__(found, protocol)
-
         # A copy or a pickle of an optimizer is made of its groups and state alone.
-        optimizer.__dict__["__reduce_ex__"] = reduce
+        optimizer.__dict__["__reduce_ex__"] = _reduce(self, optimizer)
         self.hooks = [
             optimizer.register_state_dict_post_hook(save),
             optimizer.register_load_state_dict_pre_hook(before_load),
@@ -329,6 +320,20 @@ class OptimizerBoundary:
         """Sets the mark on the wrappers that were seen to step the optimizer."""
         for wrapper in self.wrappers:
             vars(wrapper)[_BEHIND if _is_behind(wrapper) else _MARK] = skipped
+
+
+def _reduce(boundary: OptimizerBoundary, optimizer: Optimizer) -> Callable[..., Any]:
+    """A `__reduce_ex__` for an optimizer's `__dict__`: its masters are copied too."""
+    this, of = weakref.ref(boundary), weakref.ref(optimizer)
+
+    def reduce(protocol: Any) -> Any:
+        known, found = this(), of()
+        if known is not None and known.masters is not None:
+            return saved_masters.reduced(known.masters, protocol)
+        kind: Any = type(found)
+        return kind.__reduce_ex__(found, protocol)
+
+    return reduce
 
 
 def _stepping(optimizer: Optimizer) -> Iterator[Optimizer]:
