@@ -148,7 +148,10 @@ class GraphRun:
             elif again or now is not given:
                 _write(scale, now[0])
                 _write(inverse, now[1])
-            if self.entered is not None and grad.numel() > 1:
+            # Ranks whose graphs add up each other's gradients have one scale; and what
+            # enters on another rank is not known here.
+            alone = not self.leaves.groups
+            if self.entered is not None and grad.numel() > 1 and alone:
                 self._limit(self.entered.to(scale.device), scale, inverse)
 
     @staticmethod
@@ -370,19 +373,50 @@ def _move(scaling: ModelScaling, runs: Sequence[GraphRun], *, counts: bool) -> N
         used = at if used is None else used.minimum(at)
         if run.recorded:
             each.zero_()  # or `settle` would move the scale once more
-    if flags and free_to_read(found) and not found:
+    dirty, largest = bool(flags), _largest_of(runs) if scale.wants_size else None
+    groups = next((run.leaves.groups for run in runs if run.leaves.groups), ())
+    if groups:
+        found, dirty, largest = _agreed(groups, found, dirty, largest)
+        used = runs[0].used.reshape(()) if used is None else used
+    if dirty and free_to_read(found) and not found:
         counts = False  # an overflow that lowers no scale is not clean either
-    wants_size = scale.wants_size and (counts or bool(flags))
+    wants_size = scale.wants_size and (counts or dirty)
     scale.update(found, used, counts=counts)
     if wants_size:
         known = bool(found) if free_to_read(found) else found
-        scale.note_size(_largest_of(runs), known)
+        scale.note_size(largest, known)
     for run in runs:
         if run.magnitudes:
             run.magnitudes.clear()
     unknown = not (scaling.ledger.stepped or scaling.ledger.told)
     if unknown and free_to_read(found) and bool(found):
         _tell(scaling)
+
+
+def _agreed(
+    groups: Sequence[Any],
+    found: torch.Tensor,
+    dirty: bool,
+    largest: torch.Tensor | None,
+) -> tuple[torch.Tensor, bool, torch.Tensor | None]:
+    """What the ranks of one mesh have found in a backward that they make together.
+
+    Such a backward has collectives itself, in the same order on all ranks.
+    """
+    seen = torch.zeros_like(found) if largest is None else largest.to(found.device)
+    told = torch.full_like(found, float(dirty)).reshape(())
+    facts = torch.stack([found.reshape(()), told, seen.reshape(())]).float()
+    for group in groups:
+        facts = facts.to(compat.reached_on(group, facts.device))
+        most = torch.distributed.ReduceOp.MAX
+        torch.distributed.all_reduce(facts, most, group)
+    facts = facts.to(found.device)
+    known = free_to_read(facts)
+    return (
+        facts[0].reshape(found.shape),
+        bool(facts[1]) if known else dirty,
+        None if largest is None else facts[2],
+    )
 
 
 def _largest_of(runs: Sequence[GraphRun]) -> torch.Tensor | None:
