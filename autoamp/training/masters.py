@@ -136,7 +136,7 @@ class Masters:
         self._said = False
         self._depth = 0
         self._open: Exchange | None = None
-        self._runs = self._is_as_it_was = False
+        self._runs = self._calls = self._is_as_it_was = False
         self._frame: types.FrameType | None = None
         self.cannot = ""
         self._before = optimizer.register_step_pre_hook(self._enter)
@@ -301,7 +301,7 @@ class Masters:
         if self.cannot:
             return
         params = self.in_order()
-        splits = self._split and body_of(self.optimizer) is not None
+        splits = self._split and not self._calls and body_of(self.optimizer) is not None
         self._whole_where_changed(params, splits)
         split = {id(p) for chunk in self.chunks for p in chunk.params}
         params = [p for p in params if id(p) not in split]
@@ -674,13 +674,16 @@ class Masters:
         if self._open is not None or self._depth or plain:
             return method(*args, **kwargs)
         self.settle()
+        self._calls = True  # all masters are whole meanwhile
         self.refresh()
-        self.make_whole()
         given = tuple(self._outside(a) if _is_closure(a) else a for a in args)
+        named = {
+            k: self._outside(v) if _is_closure(v) else v for k, v in kwargs.items()
+        }
         try:
             with self._running(True):
                 self._put_in()
-                made = method(*given, **kwargs)
+                made = method(*given, **named)
                 # No more is written to than torch has counted, as in a plain call.
                 self._take_out(over=False)
                 return made
@@ -691,6 +694,7 @@ class Masters:
                 raise
             self._plain.add(method.__name__)
         finally:
+            self._calls = False
             self.refresh()
         return method(*args, **kwargs)
 

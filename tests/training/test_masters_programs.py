@@ -7,7 +7,7 @@ import io
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -316,6 +316,39 @@ def test_an_optimizer_round_another_computes_with_masters_too() -> None:
     assert same(
         [found[p].detach() for p in model.parameters()], [*map(Tensor.detach, wide)]
     )
+
+
+def closure_of(model: Any, optimizer: Slow, step: int) -> Callable[[], Tensor]:
+    def closure() -> Tensor:
+        optimizer.optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        assert model[0].weight.dtype == BF16
+        return loss
+
+    return closure
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_the_closure_of_an_optimizer_round_another_meets_half_weights(
+    by_name: bool,
+) -> None:
+    trained = []
+    for early in (False, True):
+        model = net()
+        optimizer = Slow(adam(model))
+        autoamp.convert(model, optimizer)
+        for step in range(4):
+            closure = closure_of(model, optimizer, step)
+            if early:
+                closure()
+                optimizer.step()
+            elif by_name:
+                optimizer.step(closure=closure)
+            else:
+                optimizer.step(closure)
+        trained.append([m.detach() for m in masters_of(optimizer.optimizer).values()])
+    assert same(*trained)
 
 
 # -- where masters do not serve --------------------------------------------------------
