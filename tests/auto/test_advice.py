@@ -39,6 +39,7 @@ SPEAK_PYTHON = {
     "report/findings.py": "likewise",
     "tools/export.py": "the answer to a call of `export`, made in Python",
     "tools/export_onnx.py": "likewise",
+    "tools/export_results.py": "likewise",
 }
 """The files with a text that names options in Python's words, and why they may."""
 
