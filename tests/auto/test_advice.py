@@ -37,8 +37,7 @@ SPEAK_PYTHON = {
     "runtime/compile_backend.py": "an example of a call of torch.compile",
     "passes/decide/pins.py": "a report, which names options of `convert`",
     "report/findings.py": "likewise",
-    "tools/export.py": "the answer to a call of `export`, made in Python",
-    "tools/export_onnx.py": "likewise",
+    "tools/export_onnx.py": "the answer to a call of `export`, made in Python",
     "tools/export_results.py": "likewise",
 }
 """The files with a text that names options in Python's words, and why they may."""
