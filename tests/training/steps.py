@@ -98,7 +98,7 @@ def name(optimizer: Optimizer, model: nn.Module) -> Any:
     """What `convert(model, optimizer)` does about the optimizer."""
     boundary = attach(optimizer)
     boundary.link(scaling_of(model))
-    give_masters(boundary, model, Options())
+    give_masters(boundary, [model], Options())
     return optimizer
 
 
