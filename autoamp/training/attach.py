@@ -277,12 +277,12 @@ def take_on(optimizer: Optimizer) -> None:
         _decline(optimizer)
         _searched.add(optimizer)
         return
-    outer = computing_round(optimizer) if masters else None
-    if outer is not None:
-        _take_on_later(optimizer, outer)
-        masters = False
     known = boundary_of(optimizer)
     try:
+        outer = computing_round(optimizer) if masters else None
+        if outer is not None:
+            _take_on_later(optimizer, outer)
+            masters = False
         models = compat.models_of_weights(params_of(optimizer))
         if search:
             _guard_found(optimizer, models, options)
@@ -319,8 +319,10 @@ def _take_on_later(optimizer: Optimizer, outer: Optimizer) -> None:
 
     def take(_: torch.Tensor) -> None:
         optimizer, outer = inner(), around()
+        if optimizer is not None and computing_round(optimizer):
+            return  # a method of the outer one runs this very backward
         handle.remove()
-        if optimizer is None or outer is None or computing_round(optimizer):
+        if optimizer is None or outer is None:
             return
         _waiting.discard(optimizer)
         take_on(optimizer)

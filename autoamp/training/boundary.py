@@ -88,8 +88,10 @@ def computing_round(optimizer: Optimizer) -> Any:
         return optimizer
     held = {id(p) for p in params_of(optimizer)}
     for owner in _owners_of_frames(sys._getframe(1)):
+        if owner is optimizer or owner is inner or not hasattr(type(owner), "step"):
+            continue
         groups = getattr(owner, "param_groups", None)
-        if owner is optimizer or owner is inner or not isinstance(groups, list):
+        if not isinstance(groups, list):
             continue
         if not passes_on(owner) and not held.isdisjoint(map(id, params_of(owner))):
             return owner

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
@@ -212,16 +212,16 @@ def own_tensors(optimizer: Optimizer) -> list[Tensor]:
     """The half-precision tensors in an optimizer's own attributes.
 
     Those in its parameter groups and state, and in objects that are no containers of
-    Python's, are not among them.
+    Python's, are not among them; nor are parameters, which a model computes with, such
+    as the frozen ones in an optimizer's own list of all.
     """
-    params = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found: dict[int, Tensor] = {}
     left = [v for k, v in vars(optimizer).items() if k not in ("param_groups", "state")]
     seen: set[int] = set()
     while left:
         value = left.pop()
         if isinstance(value, Tensor):
-            if has_masters(value.dtype) and id(value) not in params:
+            if has_masters(value.dtype) and not isinstance(value, nn.Parameter):
                 found[id(value)] = value
         elif isinstance(value, (list, tuple, set, dict)) and id(value) not in seen:
             seen.add(id(value))

@@ -249,7 +249,7 @@ class Masters:
         kwargs: dict[str, Any],
     ) -> Any:
         """Takes a step without masters, which are given up if the step succeeds."""
-        kept = dict(self.of), dict(self.optimizer.state)
+        kept, own = (dict(self.of), dict(self.optimizer.state)), self._own
         states = {p: dict(s) for p, s in kept[1].items() if isinstance(s, dict)}
         self._let_go()
         self.cannot = why
@@ -261,7 +261,9 @@ class Masters:
                 kept[1][param].update(state)
             for param in kept[0]:
                 self._prepare(param)
-            self.of = kept[0]
+            self.of, self._own = kept[0], own
+            for tensor, _ in own:
+                tensor.data = tensor.data.float()
             raise
         finally:
             self._depth = 0
@@ -341,9 +343,9 @@ class Masters:
             made.pop(param, None)
             _shared.pop(param, None)
             _splitter[param] = weakref.ref(self)
-        for param in self.of.keys() - made.keys() - {*self.params}:
+        gone, self.of = self.of.keys() - made.keys(), made
+        for param in gone.difference(self.params) if gone else ():
             self._unhook(param)
-        self.of = made
 
     def _whole_where_changed(self, params: list[torch.Tensor], splits: bool) -> None:
         """Gives whole masters to chunks whose parameters are others than they were."""
@@ -415,7 +417,9 @@ class Masters:
     def _carried(self) -> dict[int, dict[Any, torch.Tensor]]:
         """What was loaded before there were masters, by the parameters' ids."""
         group = self.optimizer.param_groups[0] if self.optimizer.param_groups else {}
-        kept = group.pop(KEY_CARRIED, None) or {}
+        kept = group.pop(KEY_CARRIED, None)
+        if not kept:  # as at nearly every step
+            return {}
         params = self.in_order()
         return {id(params[at]): kept[at] for at in kept if at < len(params)}
 

@@ -253,6 +253,26 @@ def test_a_second_optimizer_that_nobody_named_shares_the_masters() -> None:
         assert second.state[param]["exp_avg"].dtype == FP32
 
 
+class Listing(optim.SGD):
+    """Holds all weights of a model, the frozen ones too, and a buffer of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.all = [*model.parameters()]
+        self.last = [torch.zeros_like(p) for p in self.all]
+        super().__init__([p for p in self.all if p.requires_grad], lr=0.1)
+
+
+def test_frozen_weights_that_an_optimizer_holds_stay_half() -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = Listing(model)
+    autoamp.convert(model, optimizer)
+    train(model, optimizer, range(2))
+    assert {p.dtype for p in model.parameters()} == {BF16}
+    assert {each.dtype for each in optimizer.last} == {FP32}
+    assert len(masters_of(optimizer)) == 4
+
+
 # -- optimizers round optimizers -------------------------------------------------------
 
 
