@@ -58,6 +58,20 @@ def first_argument(frame: types.FrameType) -> Any:
     return found
 
 
+def callers(most: int) -> Iterator[tuple[types.FrameType, Any]]:
+    """The functions that Python's stack shows, each with its first argument.
+
+    The innermost of `most` frames comes first; a function without arguments is none.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    for _ in range(most):
+        if frame is None:
+            return
+        if frame.f_code.co_argcount:
+            yield frame, first_argument(frame)
+        frame = frame.f_back
+
+
 def said_in_a_line(error: BaseException) -> str:
     """The class of an error and the first line it says."""
     (line, *_) = [*str(error).strip().splitlines(), ""]

@@ -15,7 +15,6 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -109,7 +108,7 @@ def caller_of(module: nn.Module) -> nn.Module | None:
     itself; the script called the outermost such model on Python's stack.
     """
     found = None
-    for frame, owner in _callers():
+    for frame, owner in compat.callers(_DEEPEST):
         if isinstance(owner, nn.Module) and owner is not module:
             name = frame.f_code.co_name
             computes = name == "forward" or name in computing_methods(owner)
@@ -124,7 +123,7 @@ def is_aside(module: nn.Module) -> bool:
     What is measured is measured in fp32, and so is a table that a model's `__init__`
     stores in a buffer, or the shape that it asks a part of its own for.
     """
-    for frame, owner in _callers():
+    for frame, owner in compat.callers(_DEEPEST):
         if owner is module:
             continue
         if is_no_model(owner):
@@ -133,17 +132,6 @@ def is_aside(module: nn.Module) -> bool:
         if making and any(each is module for each in compat.modules_of(owner)):
             return True
     return False
-
-
-def _callers() -> Iterator[tuple[types.FrameType, Any]]:
-    """The frames on Python's stack, each with the first argument of its function."""
-    frame: types.FrameType | None = sys._getframe(1)
-    for _ in range(_DEEPEST):
-        if frame is None:
-            return
-        if frame.f_code.co_argcount:
-            yield frame, compat.first_argument(frame)
-        frame = frame.f_back
 
 
 def _is_asynchronous(module: nn.Module) -> bool:

@@ -87,7 +87,7 @@ def computing_round(optimizer: Optimizer) -> Any:
     if inner is not optimizer and not passes_on(optimizer):
         return optimizer
     held = {id(p) for p in params_of(optimizer)}
-    for owner in _owners_of_frames(sys._getframe(1)):
+    for _, owner in compat.callers(_DEEPEST):
         if owner is optimizer or owner is inner or not hasattr(type(owner), "step"):
             continue
         groups = getattr(owner, "param_groups", None)
@@ -96,16 +96,6 @@ def computing_round(optimizer: Optimizer) -> Any:
         if not passes_on(owner) and not held.isdisjoint(map(id, params_of(owner))):
             return owner
     return None
-
-
-def _owners_of_frames(frame: types.FrameType | None) -> Iterator[Any]:
-    """The objects whose methods are on Python's stack, the innermost first."""
-    for _ in range(_DEEPEST):
-        if frame is None:
-            return
-        if frame.f_code.co_argcount:
-            yield compat.first_argument(frame)
-        frame = frame.f_back
 
 
 def params_of(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import types
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -133,15 +132,10 @@ def engine_stepping() -> str:
     """Why the step on Python's stack is left to the engine that takes it, or ""."""
     if not _loaded():
         return ""
-    frame: types.FrameType | None = sys._getframe(1)
-    for _ in range(_DEEPEST):
-        if frame is None:
-            break
-        if frame.f_code.co_argcount:
-            kind = type(compat.first_argument(frame))
-            if _engine_of(kind) is not None or _optimizer_of(kind) is not None:
-                return _why_left(kind)
-        frame = frame.f_back
+    for _, owner in compat.callers(_DEEPEST):
+        kind = type(owner)
+        if _engine_of(kind) is not None or _optimizer_of(kind) is not None:
+            return _why_left(kind)
     return ""
 
 
