@@ -367,8 +367,7 @@ def _start(
             _patches.append(Patch(torch, "compile", compiling, compile_))
             _patches.append(Patch(*compat.TOTAL_NORM, tolerating))
             # `clip_grad_norm_` calls the private name, and scripts the public one.
-            if hasattr(torch.nn.utils, "get_total_norm"):
-                _patches.append(Patch(torch.nn.utils, "get_total_norm", tolerating))
+            _patches.append(Patch(torch.nn.utils, "get_total_norm", tolerating))
             _patches.append(Patch(torch.amp.GradScaler, "unscale_", unscaling))
             _patches.append(Patch(torch.amp.GradScaler, "update", updating))
             _patches.append(Patch(torch.optim.Optimizer, "load_state_dict", loading))

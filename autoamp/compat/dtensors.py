@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -118,21 +118,6 @@ def with_memory(like: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     return _like(given, memory, given.placements)
 
 
-def _swap_publicly(one: Any, other: Any) -> None:
-    """Exchanges the data and gradients of two leaves, where torch has nothing better.
-
-    Torch then drops the nodes that accumulate their gradients, with DDP's hooks.
-    """
-    grads, data = (one.grad, other.grad), (one.data, other.data)
-    one.grad = other.grad = one.grad_dtype = other.grad_dtype = None
-    other.data, one.data = data
-    other.grad, one.grad = grads
-
-
-_swap: Callable[[Any, Any], None]
-_swap = getattr(torch._C, "_swap_tensor_impl", _swap_publicly)
-
-
 def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
     """Has two tensors, as Python knows them, stand for each other's content.
 
@@ -143,8 +128,8 @@ def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
     Raises:
         RuntimeError: a weak reference of C++ is to one of the two.
     """
-    _swap(one, other)
-    if _swap is not _swap_publicly and is_distributed(one):
+    torch._C._swap_tensor_impl(one, other)
+    if is_distributed(one):
         for name in ("_local_tensor", "_spec"):
             held = getattr(one, name)
             setattr(one, name, getattr(other, name))

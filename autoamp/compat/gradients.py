@@ -286,7 +286,7 @@ def leaves_that_receive(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:
 def _is_reached(node: Any) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except (AttributeError, RuntimeError):
+    except RuntimeError:
         # Of a leaf that `autograd.grad` was asked for torch gives no answer: "A leaf
         # node was passed to _will_engine_execute_node".
         return True

@@ -40,7 +40,7 @@ _ORIGIN = ("nn_module_stack", "stack_trace")
 
 def profiled() -> bool:
     """Whether torch's profiler records at present; asked at every call of a graph."""
-    return getattr(profiler, "_is_profiler_enabled", False)
+    return profiler._is_profiler_enabled
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])

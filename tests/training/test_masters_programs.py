@@ -19,7 +19,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.optim import Optimizer
 
 import autoamp
-from autoamp.compat import dtensors
 from autoamp.training.attach import boundary_of
 from tests.logs import warned
 from tests.says import says
@@ -482,17 +481,3 @@ def test_a_weight_that_torch_cannot_exchange_has_no_master(
     assert same([*model.parameters()], [*plain.parameters()])
     (line,) = warned(caplog)
     says(line, "LBFGS", "no fp32 masters", "weakrefs")
-
-
-def test_a_torch_without_the_private_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for swap in (dtensors._swap, dtensors._swap_publicly):
-        monkeypatch.setattr(dtensors, "_swap", swap)
-        model = net()
-        model[0].weight.mark = 1  # type: ignore[assignment]
-        optimizer = adam(model)
-        autoamp.convert(model, optimizer, masters="fp32")
-        train(model, optimizer, range(3))
-        assert model[0].weight.mark == 1
-        found.append(contents(model, optimizer))
-    assert same(*found)
