@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -10,7 +9,6 @@ import torch
 from torch import fx
 
 from autoamp.compat.distributed import is_distributed
-from autoamp.compat.tracing import hint
 
 _OF_DTENSORS = frozenset({"redistribute", "to_local", "full_tensor"})
 """Methods of a DTensor that a plain tensor has not."""
@@ -49,54 +47,6 @@ def _home(node: fx.Node) -> tuple[str, str]:
     """The module and the name of the function that a node calls, "" where unknown."""
     target: Any = node.target
     return getattr(target, "__module__", None) or "", getattr(target, "__name__", "")
-
-
-def share_held(value: Any) -> float:
-    """The share of a DTensor's elements that this rank holds; 1 of anything else."""
-    if not is_distributed(value):
-        return 1.0
-    # `int` of a symbolic size would make one graph for each size.
-    whole = math.prod(map(hint, value.shape))
-    return math.prod(map(hint, own_memory(value).shape)) / whole if whole else 1.0
-
-
-def share_computed(values: Sequence[Any]) -> float:
-    """The share of an op that this rank computes, of the op's operands and results.
-
-    Where the mesh holds all of them whole along one of its dimensions, each rank along
-    this dimension does the whole op; elsewhere each does its part.
-    """
-    meshed = [v for v in values if is_distributed(v)]
-    if not meshed:
-        return 1.0
-    mesh = meshed[0].device_mesh
-    share = 1.0
-    for at in range(mesh.ndim):
-        if any(not v.placements[at].is_replicate() for v in meshed):
-            share /= int(mesh.size(at))
-    return share
-
-
-def traffic(name: str, before: Any, after: Any) -> tuple[bool, bool, bool]:
-    """The communication of mesh call `name`, which makes `after` of `before`.
-
-    Whether the forward sends something; whether the backward may, since the gradient of
-    a value that every rank holds whole may be a sum over the ranks; and whether the
-    call gives each rank the parts of others, and adds nothing up.
-    """
-    made = after.placements if is_distributed(after) else ()
-    if name == "to_local":
-        return False, False, False
-    if name == FROM_LOCAL:
-        return False, any(p.is_replicate() for p in made), False
-    if not (is_distributed(before) and made):
-        return True, True, False
-    pairs = zip(before.placements, made, strict=True)
-    changed = [(a, b) for a, b in pairs if a != b]
-    sends = any(not a.is_replicate() for a, _ in changed)
-    # Only a gather moves elements and leaves them as they are: a cast commutes with it.
-    gathers = all(a.is_shard() and b.is_replicate() for a, b in changed)
-    return sends, bool(changed), name == "redistribute" and bool(changed) and gathers
 
 
 def own_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ calls that cross between a DTensor and what a rank holds (`passes/functions/mesh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -159,7 +160,7 @@ class Meshes:
             return Input(self._positions[node])
 
         behind, named = fx.map_arg((n.args[1:], dict(n.kwargs)), position)
-        sends, sends_back, gathers = compat.traffic(name, known, made)
+        sends, sends_back, gathers = _traffic(name, known, made)
         call = MeshCall(
             name,
             tuple(behind),
@@ -195,8 +196,8 @@ class Meshes:
         result = n.meta.get("example_value")
         operands = [o.meta.get("example_value") for o in n.all_input_nodes]
         leaves = pytree.tree_leaves(result)
-        computed = compat.share_computed([*operands, *leaves])
-        held = min((compat.share_held(v) for v in leaves), default=1.0)
+        computed = _share_computed([*operands, *leaves])
+        held = min((_share_held(v) for v in leaves), default=1.0)
         if not any(map(compat.is_distributed, [*operands, *leaves])):
             return
         for node in made:
@@ -209,7 +210,7 @@ def note_held(lowered: fx.GraphModule, inputs: Sequence[Any]) -> None:
     placeholders = lowered.graph.find_nodes(op="placeholder")
     for node, value in zip(placeholders, inputs, strict=True):
         if compat.is_distributed(value):
-            node.meta[HELD] = compat.share_held(value)
+            node.meta[HELD] = _share_held(value)
 
 
 def _size(size: Any, value: torch.Tensor, at: int, n: fx.Node) -> Any:
@@ -247,3 +248,55 @@ def _strides(made: torch.Tensor, size: Sequence[Any], n: fx.Node) -> list[Any]:
         found.insert(0, step)
         step = step * each
     return found
+
+
+def _share_held(value: Any) -> float:
+    """The share of a DTensor's elements that this rank holds; 1 of anything else."""
+    if not compat.is_distributed(value):
+        return 1.0
+    # `int` of a symbolic size would make one graph for each size.
+    whole = math.prod(map(compat.hint, value.shape))
+    return (
+        math.prod(map(compat.hint, compat.own_memory(value).shape)) / whole
+        if whole
+        else 1.0
+    )
+
+
+def _share_computed(values: Sequence[Any]) -> float:
+    """The share of an op that this rank computes, of the op's operands and results.
+
+    Where the mesh holds all of them whole along one of its dimensions, each rank along
+    this dimension does the whole op; elsewhere each does its part.
+    """
+    meshed = [v for v in values if compat.is_distributed(v)]
+    if not meshed:
+        return 1.0
+    mesh = meshed[0].device_mesh
+    share = 1.0
+    for at in range(mesh.ndim):
+        if any(not v.placements[at].is_replicate() for v in meshed):
+            share /= int(mesh.size(at))
+    return share
+
+
+def _traffic(name: str, before: Any, after: Any) -> tuple[bool, bool, bool]:
+    """The communication of mesh call `name`, which makes `after` of `before`.
+
+    Whether the forward sends something; whether the backward may, since the gradient of
+    a value that every rank holds whole may be a sum over the ranks; and whether the
+    call gives each rank the parts of others, and adds nothing up.
+    """
+    made = after.placements if compat.is_distributed(after) else ()
+    if name == "to_local":
+        return False, False, False
+    if name == compat.FROM_LOCAL:
+        return False, any(p.is_replicate() for p in made), False
+    if not (compat.is_distributed(before) and made):
+        return True, True, False
+    pairs = zip(before.placements, made, strict=True)
+    changed = [(a, b) for a, b in pairs if a != b]
+    sends = any(not a.is_replicate() for a, _ in changed)
+    # Only a gather moves elements and leaves them as they are: a cast commutes with it.
+    gathers = all(a.is_shard() and b.is_replicate() for a, b in changed)
+    return sends, bool(changed), name == "redistribute" and bool(changed) and gathers
