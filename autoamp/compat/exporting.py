@@ -11,9 +11,6 @@ from typing import Any
 import torch
 from torch import fx
 
-PLAN_KEY = "autoamp"
-"""The key of the plan in the metadata that `torch.export.save` keeps."""
-
 
 def flat_graph(program: torch.export.ExportedProgram) -> fx.GraphModule:
     """The graph of a program, with flat inputs and a tuple of flat outputs.
@@ -26,27 +23,6 @@ def flat_graph(program: torch.export.ExportedProgram) -> fx.GraphModule:
     gm.graph.set_codegen(fx.graph.CodeGen())
     gm.recompile()
     return gm
-
-
-def with_note(node: fx.Node | fx.GraphModule, note: dict[str, Any]) -> dict[str, Any]:
-    """The metadata of `node` with a note, which `torch.export` keeps in files."""
-    return {**node.meta, "custom": {**node.meta.get("custom", {}), **note}}
-
-
-def note_of(node: fx.Node | fx.GraphModule, key: str) -> Any:
-    """What `with_note` has noted of a node under `key`; None if nothing."""
-    return (node.meta.get("custom") or {}).get(key)
-
-
-def set_plan(program: torch.export.ExportedProgram, plan: dict[str, Any]) -> None:
-    """Keeps a plan, of plain values, in a program and in the files saved of it."""
-    gm = program.graph_module
-    gm.meta.update(with_note(gm, {PLAN_KEY: plan}))
-
-
-def plan_in(program: torch.export.ExportedProgram) -> Any:
-    """The plan kept in a program; None if there is none."""
-    return note_of(program.graph_module, PLAN_KEY)
 
 
 def compile_package(
@@ -62,10 +38,9 @@ def compile_package(
     path.write_bytes(held.getbuffer())
 
 
-def open_package(path: str) -> tuple[Any, Any]:
-    """A package of AOTInductor's, and the plan in its metadata; None for no plan."""
-    package = torch._inductor.aoti_load_package(path)
-    return package, package.get_metadata().get(PLAN_KEY)
+def open_package(path: str) -> Any:
+    """A package of AOTInductor's, which can be called."""
+    return torch._inductor.aoti_load_package(path)
 
 
 def onnx_program(program: torch.export.ExportedProgram, opset: int | None) -> Any:
@@ -85,25 +60,3 @@ def onnx_program(program: torch.export.ExportedProgram, opset: int | None) -> An
         told.setLevel(level)
     assert made is not None
     return made
-
-
-def classes_of(program: torch.export.ExportedProgram) -> tuple[str, ...]:
-    """The classes among a program's arguments and results that torch has to import.
-
-    Torch's loaders find such a class once the module is imported that registers it.
-    """
-    specs = [program.call_spec.in_spec, program.call_spec.out_spec]
-    found: dict[str, None] = {}
-    while specs:
-        spec = specs.pop()
-        if spec is None or spec.is_leaf():
-            continue
-        specs += spec.children()
-        kinds = (spec.type, spec.context)  # a named tuple's class is the context
-        for kind in (each for each in kinds if isinstance(each, type)):
-            if kind.__module__.partition(".")[0] not in _KNOWN:
-                found[f"{kind.__module__}.{kind.__qualname__}"] = None
-    return tuple(found)
-
-
-_KNOWN = frozenset({"builtins", "collections", "torch"})

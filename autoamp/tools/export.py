@@ -16,7 +16,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from autoamp import compat
 from autoamp.dtypes import parse_low_dtype
 from autoamp.errors import UnsupportedModelError
 from autoamp.messages import class_name, log_once
@@ -34,7 +33,7 @@ from autoamp.runtime.eligible import (
 from autoamp.runtime.examine import checked_model
 from autoamp.runtime.kept import left_as_it_is
 from autoamp.tools.export_files import check_path, write
-from autoamp.tools.export_plan import held_by, plan_of
+from autoamp.tools.export_plan import held_by, keep_plan, plan_of
 from autoamp.tools.export_program import (
     Call,
     Captured,
@@ -169,4 +168,4 @@ def _keep_plan(
     sources: dict[str, str],
 ) -> None:
     plan = plan_of(program, report.to_json(), sources, target.name)
-    compat.set_plan(program, plan.to_dict())
+    keep_plan(program, plan.to_dict())

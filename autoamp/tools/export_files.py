@@ -24,7 +24,14 @@ from autoamp.errors import ExportError, OptionError
 from autoamp.messages import printable_line
 from autoamp.passes.rows import SavedReport
 from autoamp.tools import export_onnx as onnx_files
-from autoamp.tools.export_plan import Plan, check_program, plan_from, plan_kept_in
+from autoamp.tools.export_plan import (
+    PLAN_KEY,
+    Plan,
+    check_program,
+    noted_plan,
+    plan_from,
+    plan_kept_in,
+)
 from autoamp.tools.export_targets import SUFFIXES, Kind, Target
 
 logger = logging.getLogger(__name__)
@@ -129,8 +136,8 @@ def opened(path: Path_) -> tuple[Any, Plan, SavedReport]:
         raise OptionError(f"{shown}: cannot be read ({error})") from None
     try:
         if any("/data/aotinductor/" in name for name in names):
-            package, note = compat.open_package(os.fspath(path))
-            return package, *plan_from(shown, note)
+            package = compat.open_package(os.fspath(path))
+            return package, *plan_from(shown, package.get_metadata().get(PLAN_KEY))
         with warnings.catch_warnings():
             # Torch 2.11 says so of the bytes that it has read itself, for reading only.
             warnings.filterwarnings("ignore", "The given buffer is not writable")
@@ -147,7 +154,7 @@ def opened(path: Path_) -> tuple[Any, Plan, SavedReport]:
         raise OptionError(
             f"{shown}: torch cannot load it: {text}{hint if kinds else ''}"
         ) from error
-    plan, report = plan_from(shown, compat.plan_in(program))
+    plan, report = plan_from(shown, noted_plan(program))
     check_program(shown, plan, program)
     return program, plan, report
 
@@ -172,7 +179,7 @@ def _save(program: torch.export.ExportedProgram, draft: Path) -> None:
 
 
 def _compile(program: torch.export.ExportedProgram, draft: Path) -> None:
-    note = {compat.PLAN_KEY: plan_kept_in(program).to_json()}
+    note = {PLAN_KEY: plan_kept_in(program).to_json()}
     compat.compile_package(program, draft, note)
 
 

@@ -20,7 +20,7 @@ from autoamp.dtypes import parse_low_dtype, short_name
 from autoamp.errors import ExportError
 from autoamp.messages import printable_line
 from autoamp.passes.rows import SavedReport
-from autoamp.tools.export_plan import Plan, held_by, plan_from, plan_kept_in
+from autoamp.tools.export_plan import PLAN_KEY, Plan, held_by, plan_from, plan_kept_in
 from autoamp.tools.export_targets import Target, check_installed
 
 _LARGE = 1 << 30
@@ -42,7 +42,7 @@ def write(target: Target, program: torch.export.ExportedProgram, path: Path) -> 
     made.save(os.fspath(path), external_data=size > _LARGE)
     model = onnx.load(os.fspath(path), load_external_data=False)
     own = _with_onnx_names(plan, model)
-    model.metadata_props.add(key=compat.PLAN_KEY, value=own.to_json())
+    model.metadata_props.add(key=PLAN_KEY, value=own.to_json())
     path.write_bytes(model.SerializeToString())
 
 
@@ -62,7 +62,7 @@ def opened(path: str | os.PathLike[str], shown: str) -> tuple[Any, Plan, SavedRe
         text = printable_line(f"{type(error).__name__}: {error}", 300)
         raise ExportError(f"{shown}: onnx cannot load it: {text}") from error
     notes = {each.key: each.value for each in model.metadata_props}
-    plan, report = plan_from(shown, notes.get(compat.PLAN_KEY))
+    plan, report = plan_from(shown, notes.get(PLAN_KEY))
     try:
         onnx.checker.check_model(os.fspath(path), full_check=True)
     except Exception as error:

@@ -15,16 +15,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoamp import compat
 from autoamp.errors import ExportError
 from autoamp.messages import printable_line
 from autoamp.passes.rows import SavedReport
 from autoamp.passes.saved import report_in
-from autoamp.tools.export_program import OP
+from autoamp.tools.export_program import OP, note_of, with_note
 
 SCHEMA = "autoamp.plan"
 VERSION = 1
 """Raised when a key is removed or changes its meaning, not when a key is added."""
+
+PLAN_KEY = "autoamp"
+"""The key of the plan in the metadata of a program and of each kind of file."""
 
 _SHOWN = 3
 
@@ -137,15 +139,35 @@ def plan_of(
         target=target,
         report=json.loads(report),
         nodes={
-            name: (_names(dtypes), compat.note_of(node, OP) or "")
+            name: (_names(dtypes), note_of(node, OP) or "")
             for name, node, dtypes in made_by(program.graph)
         },
         weights={
             name: (sources.get(name, name), _names([tensor.dtype])[0])
             for name, tensor in held_by(program)
         },
-        classes=compat.classes_of(program),
+        classes=_classes_of(program),
     )
+
+
+def _classes_of(program: torch.export.ExportedProgram) -> tuple[str, ...]:
+    """The classes among a program's arguments and results that torch has to import.
+
+    Torch's loaders find such a class once the module is imported that registers it.
+    """
+    specs = [program.call_spec.in_spec, program.call_spec.out_spec]
+    found: dict[str, None] = {}
+    while specs:
+        spec = specs.pop()
+        if spec is None or spec.is_leaf():
+            continue
+        specs += spec.children()
+        kinds = (spec.type, spec.context)  # a named tuple's class is the context
+        for kind in (each for each in kinds if isinstance(each, type)):
+            package = kind.__module__.partition(".")[0]
+            if package not in ("builtins", "collections", "torch"):
+                found[f"{kind.__module__}.{kind.__qualname__}"] = None
+    return tuple(found)
 
 
 def check_program(
@@ -161,9 +183,20 @@ def check_program(
     plan.check(where, "node", made, held)
 
 
+def keep_plan(program: torch.export.ExportedProgram, plan: dict[str, Any]) -> None:
+    """Keeps a plan, of plain values, in a program and in the files saved of it."""
+    gm = program.graph_module
+    gm.meta.update(with_note(gm, {PLAN_KEY: plan}))
+
+
+def noted_plan(program: torch.export.ExportedProgram) -> Any:
+    """The plain values of the plan kept in a program; None if there is none."""
+    return note_of(program.graph_module, PLAN_KEY)
+
+
 def plan_kept_in(program: torch.export.ExportedProgram) -> Plan:
     """The plan of a program that `plan_of` was kept in."""
-    return plan_from("the program", compat.plan_in(program))[0]
+    return plan_from("the program", noted_plan(program))[0]
 
 
 def plan_from(where: str, data: object) -> tuple[Plan, SavedReport]:

@@ -44,6 +44,16 @@ OP = "autoamp_op"
 """The note at a node of the exported graph: the name in the report of its op."""
 
 
+def with_note(node: fx.Node | fx.GraphModule, note: dict[str, Any]) -> dict[str, Any]:
+    """The metadata of `node` with a note, which `torch.export` keeps in files."""
+    return {**node.meta, "custom": {**node.meta.get("custom", {}), **note}}
+
+
+def note_of(node: fx.Node | fx.GraphModule, key: str) -> Any:
+    """What `with_note` has noted of a node under `key`; None if nothing."""
+    return (node.meta.get("custom") or {}).get(key)
+
+
 # -- the model's own code as one graph -------------------------------------------------
 
 
@@ -408,7 +418,7 @@ class _Noting(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if n.op in ("placeholder", "output"):
             return super().run_node(n)
-        meta, n.meta = n.meta, compat.with_note(n, {OP: n.name})
+        meta, n.meta = n.meta, with_note(n, {OP: n.name})
         if "stack_trace" not in meta:  # a cast has no line of its own, its reader has
             lines = [user.meta.get("stack_trace") for user in n.users]
             n.meta["stack_trace"] = next(filter(None, lines), "")

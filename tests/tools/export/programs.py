@@ -11,7 +11,7 @@ import onnxruntime
 import torch
 from torch import Tensor, nn
 
-from autoamp import compat
+from autoamp.tools.export_plan import noted_plan
 
 X = torch.randn(8, 64)
 FP16: dict[str, Any] = {"precision": "fp16", "do_no_harm": False}
@@ -46,7 +46,7 @@ def plan_of(loaded: Any) -> dict[str, Any]:
         (note,) = loaded.metadata_props
         found: dict[str, Any] = json.loads(note.value)
         return found
-    return compat.plan_in(loaded)  # type: ignore[no-any-return]
+    return noted_plan(loaded)  # type: ignore[no-any-return]
 
 
 def ops_of(loaded: Any) -> dict[str, dict[str, Any]]:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import autoamp
-from autoamp import compat
+from autoamp.tools.export_plan import keep_plan
 from tests.logs import warned
 from tests.says import says
 from tests.small_models import BF16
@@ -135,7 +135,7 @@ def test_a_plan_that_does_not_fit_is_refused(
         plan[key] = change(plan[key]) if callable(change) else change
     given, path = copy.copy(program.graph_module.meta), tmp_path / "m.pt2"
     try:
-        compat.set_plan(program, plan)
+        keep_plan(program, plan)
         torch.export.save(program, path)
     finally:
         program.graph_module.meta.update(given)
@@ -342,8 +342,6 @@ def test_classes_of_other_packages_are_told(
     name = "transformers.modeling_outputs.BaseModelOutput"
     says(warned(caplog), "m.pt2", name, option="import")
     assert plan_of(autoamp.load(path))["classes"] == [name]
-    compat.set_plan(
-        program, {k: v for k, v in plan_of(program).items() if k != "classes"}
-    )
+    keep_plan(program, {k: v for k, v in plan_of(program).items() if k != "classes"})
     torch.export.save(program, older)
     assert autoamp.load(older), "files of older versions name no classes"
