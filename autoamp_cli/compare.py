@@ -13,7 +13,7 @@ from autoamp_cli.asked import (
     with_name,
 )
 from autoamp_cli.commands import command
-from autoamp_cli.outputs import answer, refuse_unwritable, with_json
+from autoamp_cli.outputs import as_json, refuse_unwritable, show, with_json, write
 
 
 @command()
@@ -58,7 +58,10 @@ def compare(
             tolerance=tolerance,
             **convert_options(given),
         )
-    answer(found, json_to)
+    if json_to:
+        write(json_to, as_json(found))
+    if json_to != "-":
+        show(found)
     missed = tolerance is not None and found.keep is None
     if to_rules and not missed:
         found.to_rules(to_rules)

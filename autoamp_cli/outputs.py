@@ -104,19 +104,3 @@ def show(printed: Any) -> None:
             Console().print(printed)
         else:
             click.echo(str(printed))
-
-
-def answer(found: Any, json_to: str | None, text: str | None = None) -> None:
-    """Writes a result as JSON where that is asked for, and prints it.
-
-    Args:
-        json_to: the value of `with_json`; with "-" nothing else is printed.
-        text: the JSON, by default that of `as_json`.
-
-    Raises:
-        Problem: the file cannot be written.
-    """
-    if json_to:
-        write(json_to, as_json(found) if text is None else text)
-    if json_to != "-":
-        show(found)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from autoamp.messages import bytes_text, seconds_text
 from autoamp.passes.speeds.clock import surely_less
-from autoamp.printed import Line, Table
+from autoamp.printed import Line, Printed, Table
 from autoamp.report.findings import update_text
-from autoamp.tools.results import Result
 from autoamp.training.meter import UpdateShare
+
+SCHEMA = 1
+"""The version of the JSON; raised when a field changes its meaning or is removed."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class Answer:
 
 
 @dataclass(frozen=True, repr=False)
-class Bench(Result):
+class Bench(Printed):
     """The measurements of `autoamp.bench`; `print(bench)` shows them.
 
     `bench.rows` holds one row for each way, fp32 first; `bench.row("autoamp").ratio` is
@@ -172,9 +176,10 @@ class Bench(Result):
             return None if ours.low_flops == 0 and ours.casts == 0 else True
         return False if is_less(base, ours) else None
 
-    def document(self) -> dict[str, Any]:
-        """The figures that `to_json` writes."""
-        return {"answer": self.answer.sentence, **super().document()}
+    def to_json(self) -> str:
+        """All figures as JSON; `schema` is the version of its fields."""
+        figures = {"schema": SCHEMA, "answer": self.answer.sentence, **asdict(self)}
+        return json.dumps(_plain(figures), indent=2, allow_nan=False) + "\n"
 
     def parts(self) -> Iterator[Line | Table]:
         """The answer, the table, and the small print."""
@@ -240,3 +245,14 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "casts": lambda row: "" if row.casts is None else f"{row.casts:,}",
 }
 """The text of a row in each column; "" where the row has no such figure."""
+
+
+def _plain(value: Any) -> Any:
+    """The value with null for each number that JSON lacks: NaN and infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value
