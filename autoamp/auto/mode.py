@@ -17,7 +17,13 @@ from autoamp import compat
 from autoamp.auto.environment import Settings
 from autoamp.auto.report_dir import Recorder
 from autoamp.messages import class_name, log_left_to_autocast, log_once, printable
-from autoamp.runtime.children import caller_of, choose, inside, is_aside
+from autoamp.runtime.children import (
+    caller_of,
+    capture_part,
+    choose,
+    inside,
+    is_aside,
+)
 from autoamp.runtime.compile_backend import GraphBackend
 from autoamp.runtime.conversion import conversion_of, disown, models_of
 from autoamp.runtime.convert import convert_model, revert_model
@@ -196,14 +202,16 @@ class AutomaticMode:
                 return known
             if is_aside(module):
                 return None
-            if module not in self._waiting:
-                owner = caller_of(module)
-                if owner is not None and self._decide(owner) and self._ours(owner):
-                    # The owner's next call runs `module` in its graphs.  A later call
-                    # that still bypasses our `forward` (through a `model.forward` taken
-                    # before the conversion) ends the wait.
-                    self._waiting[module] = True
-                    return None
+            owner = caller_of(module)
+            root = None
+            if owner is not None and self._decide(owner):
+                root = self._ours(owner)
+            if root is not None and module not in self._waiting:
+                # The owner's next call may run `module` in its graphs.  A later call
+                # that bypasses our `forward` (in another method, or in a `forward`
+                # taken before the conversion) ends the wait.
+                self._waiting[module] = True
+                return None
             disown(module)
             choice = choose(module)
             if not choice.final:
@@ -211,8 +219,9 @@ class AutomaticMode:
                 return passing if choice.transparent else None
             if choice.left_to:
                 self._leave(module, choice.left_to)
-            if choice.target is not None:
-                self._convert(choice.target, choice.only_if_it_pays)
+            part = choice.target
+            if part is not None and (root is None or not capture_part(part, root)):
+                self._convert(part, choice.only_if_it_pays)
             ours = self._ours(module) is not None
             known = _Known(
                 self._reference(module), ours, choice.transparent, choice.no_model

@@ -1,7 +1,7 @@
 """Modules that a script calls by themselves: whether and how they are captured.
 
-A script may call `model.body(x)`, and a method that no graph can hold (one that logs,
-calls `backward()`, or is private) calls modules too.  At its first call outside of the
+A script may call `model.body(x)`, and a method such as `model.encode(x)` calls modules
+too.  At its first call outside of the
 model's captured calls such a module is given a `forward` of ours, as the model was.  It
 runs under the model's engine, and so under the options, the record and the loss scale
 of the model, which is the root that the paths of modules begin at.
@@ -15,6 +15,7 @@ import sys
 import threading
 import types
 import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autoamp import compat
+from autoamp.messages import class_name
 from autoamp.runtime.conversion import (
     CONVERSIONS,
     Conversion,
@@ -29,7 +31,6 @@ from autoamp.runtime.conversion import (
     install,
 )
 from autoamp.runtime.eligible import parameters_of
-from autoamp.runtime.forward import computing_methods
 from autoamp.runtime.program import STATE, THREAD, inside_a_call, inside_captured_code
 from autoamp.training import foreign
 from autoamp_heat import is_no_model
@@ -102,19 +103,25 @@ _DEEPEST = 16
 
 
 def caller_of(module: nn.Module) -> nn.Module | None:
-    """The model whose `forward`, or other method that computes, calls its `module`.
+    """The model whose `forward`, or other method, calls its `module`.
 
     A script that calls `model.encode(x)` or `model.forward(x)` does not call the model
     itself; the script called the outermost such model on Python's stack.
     """
-    found = None
+    owners = [owner for _, owner in _methods_around(module)]
+    return owners[-1] if owners else None
+
+
+def _methods_around(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The methods of models that hold `module` and are calling it, innermost first."""
     for frame, owner in compat.callers(_DEEPEST):
         if isinstance(owner, nn.Module) and owner is not module:
             name = frame.f_code.co_name
-            computes = name == "forward" or name in computing_methods(owner)
-            if computes and any(each is module for each in compat.modules_of(owner)):
-                found = owner
-    return found
+            # A function that is given the model, such as `train(model)`, is no method.
+            is_own = hasattr(type(owner), name) and not hasattr(nn.Module, name)
+            holds = (each is module for each in compat.modules_of(owner))
+            if (name == "forward" or is_own) and any(holds):
+                yield name, owner
 
 
 def is_aside(module: nn.Module) -> bool:
@@ -244,7 +251,7 @@ class _Watch:
             return
         choice = choose(module)
         if choice.target is not None:
-            _capture(choice.target, state, root)
+            capture_part(choice.target, root)
         if choice.final:
             compat.end_calls([id(module)], self)
 
@@ -260,15 +267,25 @@ def _is_called_in_another(module: nn.Module, root: nn.Module) -> bool:
     return all(each is not caller for each in compat.modules_of(root))
 
 
-def _capture(module: nn.Module, state: Conversion, root: nn.Module) -> None:
-    """Has the calls of `module`, if it is in `root`, run under the engine of `root`."""
+def capture_part(module: nn.Module, root: nn.Module) -> bool:
+    """Has the calls of `module` run under the engine of the converted model `root`.
+
+    Returns:
+        Whether `module` is in `root`, and had not been captured.
+    """
+    state: Conversion = root.__dict__[STATE]
     named = compat.named_modules_of(root)
     path = next((path for path, each in named if each is module), "")
     with _LOCK:
         if not path or state.call is None or STATE in module.__dict__:
-            return
+            return False
+        # In a call of the model a graph break was the cause, and has been told of.
+        if not inside_a_call():
+            for name, owner in _methods_around(module):
+                state.call.engine.record.left_in_method(f"{class_name(owner)}.{name}")
         child = install(module)
         # The paths of modules, and so `keep=` and the report, begin at the root.
         child.root = root
         of_class = child.previous is None
         child.call = state.call.of_child(path, type(module), of_class=of_class)
+    return True

@@ -1,4 +1,4 @@
-"""The methods that `convert` puts on a model, and the state that they share.
+"""The attributes that `convert` puts on a model, and the state that they share.
 
 All of it stands in the instance's `__dict__`.  The class, the parameters and the
 `state_dict` are unchanged.
@@ -22,12 +22,7 @@ from autoamp.dtypes import short_name
 from autoamp.messages import class_name
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.entry import Entry
-from autoamp.runtime.forward import (
-    MADE_HERE,
-    computing_methods,
-    make_forward,
-    make_method,
-)
+from autoamp.runtime.forward import make_forward
 from autoamp.runtime.program import STATE
 from autoamp.runtime.record import Skipped
 
@@ -38,8 +33,7 @@ PICKLE, REDUCE, COPY = "__getstate__", "__reduce_ex__", "__deepcopy__"
 SCRIPT = "__prepare_scriptable__"
 SHOWN = "extra_repr"
 OUR_ATTRIBUTES = (STATE, REPLICATE, PICKLE, REDUCE, COPY, SCRIPT)
-"""The names we set in the `__dict__` of a model, besides methods that compute."""
-
+"""The names we set in the `__dict__` of a model, besides `forward` and `extra_repr`."""
 
 _REPLACED = (
     "its forward was replaced or deleted after it was converted, so that calls run in "
@@ -54,7 +48,6 @@ class Conversion:
         call: the entry that the model's calls go through, shared by deep copies; None
             if the model was not converted, or was reverted while a wrapper of the
             user's still held our `forward`.
-        methods: names of the methods besides `forward` that we put on the instance.
         replaced: the instance's own attributes that ours have replaced, by name.
         declined: why the model was not converted.
         watch: hears of the calls of the modules in the model (`children.py`), or None.
@@ -66,10 +59,8 @@ class Conversion:
         replaced: dict[str, Any] | None = None,
         bound: types.MethodType | None = None,
         declined: list[Skipped] | None = None,
-        methods: tuple[str, ...] = (),
     ) -> None:
         self.call = call
-        self.methods = methods
         self.replaced = replaced or {}
         self.declined = declined or []
         self.watch: Any = None
@@ -140,7 +131,6 @@ class Conversion:
             self.call,
             copy.deepcopy(self.replaced, memo),
             copy.deepcopy(self.bound, memo),
-            methods=self.methods,
         )
         if self.root is not None:
             copied.root = memo.get(id(self.root))
@@ -154,12 +144,6 @@ DECLINED = WeakIdKeyDictionary()
 """Maps models that were not converted to their state, which is not written on them."""
 
 
-def own_methods(attributes: dict[str, Any], state: Conversion) -> list[str]:
-    """Names of our methods that are still in a model's `__dict__`."""
-    names = (*state.methods, SHOWN)
-    return [n for n in names if getattr(attributes.get(n), MADE_HERE, False)]
-
-
 def without_ours(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """A copy of `state`, the `__dict__` of `model`, as it was before `install`."""
     kept = {k: v for k, v in state.items() if k not in OUR_ATTRIBUTES}
@@ -167,8 +151,8 @@ def without_ours(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     if not isinstance(conversion, Conversion):
         return kept
     kept |= {k: v for k, v in conversion.replaced.items() if k in OUR_ATTRIBUTES}
-    for name in own_methods(kept, conversion):
-        del kept[name]
+    if _shows(kept):
+        del kept[SHOWN]
     if conversion.bound is not None and kept.get("forward") == conversion.bound:
         del kept["forward"]
         if conversion.previous is not None:
@@ -221,13 +205,9 @@ def install(model: nn.Module) -> Conversion:
     own = model.__dict__
     replaced = {name: own[name] for name in ("forward", *OUR_ATTRIBUTES) if name in own}
     bound = types.MethodType(make_forward(type(model), replaced.get("forward")), model)
-    # A method that stands on the instance was put there by other code, and stays.
-    methods = [name for name in computing_methods(model) if name not in own]
-    state = Conversion(None, replaced, bound, methods=tuple(methods))
+    state = Conversion(None, replaced, bound)
     own[STATE] = state
     own["forward"] = bound
-    for name in methods:
-        own[name] = types.MethodType(make_method(type(model), name), model)
     for method in (_replicate_for_data_parallel, __getstate__, __deepcopy__):
         own[method.__name__] = types.MethodType(method, model)
     own[SCRIPT] = types.MethodType(__prepare_scriptable__, model)
@@ -251,7 +231,9 @@ def extra_repr(self: nn.Module) -> str:
     return f"{shown}\n{said}" if "\n" in shown else f"{shown}, {said}"
 
 
-extra_repr.__dict__[MADE_HERE] = True
+def _shows(attributes: dict[str, Any]) -> bool:
+    """Whether our `extra_repr` is in a model's `__dict__`."""
+    return getattr(attributes.get(SHOWN), "__func__", None) is extra_repr
 
 
 # Pickle finds a bound method again by this name.
@@ -267,9 +249,8 @@ def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
     if bound is not None and self.__dict__.get("forward") == bound:
         # Bound to the original it would run the weights of device 0 on each device.
         replica.__dict__["forward"] = types.MethodType(bound.__func__, replica)
-    for name in own_methods(self.__dict__, state):
-        method = self.__dict__[name].__func__
-        replica.__dict__[name] = types.MethodType(method, replica)
+    if _shows(self.__dict__):
+        replica.__dict__[SHOWN] = types.MethodType(extra_repr, replica)
     return replica
 
 

@@ -9,7 +9,9 @@ weights; everything else about the model is untouched.
 
 from __future__ import annotations
 
+import inspect
 import logging
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +44,6 @@ from autoamp.runtime.eligible import (
 )
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.entry import Entry
-from autoamp.runtime.forward import methods_past
 from autoamp.runtime.kept import capture_now
 from autoamp.runtime.program import STATE
 from autoamp.runtime.record import Record, Skipped
@@ -266,16 +267,29 @@ def _models_of(scaling: ModelScaling) -> list[nn.Module]:
 def _what_is_captured(scaling: ModelScaling) -> str:
     """Says which calls of a model are captured, and which code runs past them."""
     model = scaling.models[0]
-    past = [f"{scaling.label}.{name}" for name in methods_past(model)]
+    past = [f"{scaling.label}.{name}" for name in _methods_past(model)]
     where = f"such as {', '.join(past)} may do" if past else "as the script does"
-    state = model.__dict__[STATE]
-    names = " and ".join(["forward", *state.methods])
     return (
-        f"Captured are calls of {names} and of the modules in it, not code that "
+        "Captured are calls of the model and of the modules in it, not code that "
         f"computes with its weights in another way, {where}, and not parts of it "
         "inside the user's own torch.compile. Call the model or its modules; convert "
         "it after modules or its forward were exchanged, and before torch.compile"
     )
+
+
+def _methods_past(model: nn.Module) -> list[str]:
+    """The methods besides `forward` that use the model's children or weights."""
+    held = compat.children_here(model).keys() | compat.parameters_here(model).keys()
+    found: dict[str, None] = {}
+    for base in type(model).__mro__:
+        if base.__module__.partition(".")[0] == "torch":
+            break
+        for name, function in vars(base).items():
+            if isinstance(function, types.FunctionType) and not name.startswith("__"):
+                code = getattr(inspect.unwrap(function), "__code__", function.__code__)
+                if name != "forward" and not held.isdisjoint(code.co_names):
+                    found[name] = None
+    return [*found]
 
 
 def _engines_of(scaling: ModelScaling) -> list[Engine]:

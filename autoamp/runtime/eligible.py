@@ -24,7 +24,6 @@ from autoamp.passes.decide.devices import (
     named_device,
 )
 from autoamp.passes.options import PassOptions
-from autoamp.runtime.forward import computing_methods
 from autoamp.training import foreign
 from autoamp.training.options import Options
 
@@ -71,9 +70,11 @@ def unsupported(model: Any, *, needs_data: bool = True) -> str | None:
     engine = foreign.engine_inside(model)
     if engine:
         return f"{name} cannot be converted. {engine}"
-    has_forward = type(model).forward is not nn.Module.forward
-    if not (has_forward or "forward" in model.__dict__ or computing_methods(model)):
-        return f"{name} has no forward; convert the module that calls its submodules"
+    if not any(map(_has_forward, compat.modules_of(model))):
+        return (
+            f"{name} has no forward, and no module in it has one, so that there is no "
+            "call to capture; give it a forward that computes"
+        )
     path = _on_meta(model) if needs_data and not compat.is_functional(model) else ""
     if path:
         return (
@@ -81,6 +82,11 @@ def unsupported(model: Any, *, needs_data: bool = True) -> str | None:
             "weights first (model.to_empty(device=...), then load_state_dict)"
         )
     return None
+
+
+def _has_forward(module: nn.Module) -> bool:
+    of_class = getattr(type(module), "forward", None)  # TorchScript has none
+    return "forward" in vars(module) or of_class is not nn.Module.forward
 
 
 def _on_meta(model: nn.Module) -> str:

@@ -1,7 +1,7 @@
-"""One callable of a converted model: `forward`, or another method that computes.
+"""The `forward` of a converted model, or of a module in it that is called by itself.
 
-An entry keeps the callable's compiled code, calls the model through the graphs of that
-code, and reports calls that ran no graph.
+An entry keeps its compiled code, calls the model through the graphs of that code, and
+reports calls that ran no graph.
 """
 
 from __future__ import annotations
@@ -118,36 +118,30 @@ _MOST_IN_VAIN = 2
 
 _PARTS = (
     "modules in it that are called by themselves have {} graphs of their own: call the "
-    "model, or a method of it that calls them"
+    "model, whose graph holds them all"
 )
 
 _SPARSE = "it computes on sparse tensors, which Dynamo does not capture"
 
 
 class Entry:
-    """One callable of a conversion, shared by the model's deep copies.
+    """The `forward` of one module of a conversion, shared by the model's deep copies.
 
     Attributes:
-        engine: has the callable's graphs made ready, and keeps their record.
-        owner: the class whose function is called.
-        name: the function's name.
-        of_class: the function is the class's; otherwise the instance has its own.
+        engine: has the graphs made ready, and keeps their record.
+        owner: the class of the module.
+        of_class: `forward` is the class's; otherwise the instance has its own.
         path: the module's path in the converted model; "" for the model itself.
-        program: the function compiled by Dynamo; None before the first call.
+        program: `forward` compiled by Dynamo; None before the first call.
     """
 
     path = ""
 
     def __init__(
-        self,
-        engine: Engine,
-        owner: type[nn.Module],
-        name: str = "forward",
-        *,
-        of_class: bool = True,
+        self, engine: Engine, owner: type[nn.Module], *, of_class: bool = True
     ) -> None:
         self.engine = engine
-        self.owner, self.name, self.of_class = owner, name, of_class
+        self.owner, self.of_class = owner, of_class
         self.program: Program | None = None
         # A mode is (grad, inference, training): each has graphs of its own, and a first
         # call in it that is made under the lock.
@@ -156,29 +150,28 @@ class Entry:
         self._resting: dict[tuple[bool, bool, bool], _Rest] = {}
         self._compilations = self._graphs_before = 0
         self._in_vain = 0
-        # The reasons why calls run under autocast: of this callable, and of all.
+        # The reasons why calls run under autocast: of this `forward`, and of all.
         self._by_autocast = self._left_to_autocast = ""
         # The reason why no more is captured, whether that holds only while modules have
         # hooks, and whether such calls run in fp32 because they are mostly Python.
         self._bounded, self._only_hooked, self._is_python = "", False, False
-        self._methods: dict[str, Entry] = {}
         self._children: dict[str, Entry] = {}
         self._by_backend: dict[int, Entry] = {}
         self._lock = threading.RLock()
 
     @functools.cached_property  # few calls need it
     def plain(self) -> Callable[..., Any]:
-        """The callable as a function of the model, not compiled."""
-        return plain_function(self.owner, self.name, self.of_class)
+        """`forward` as a function of the model, not compiled."""
+        return plain_function(self.owner, self.of_class)
 
     def run_by(self, engine: Engine) -> Entry:
-        """The entry of the same callable whose graphs `engine` makes ready."""
-        found = type(self)(engine, self.owner, self.name, of_class=self.of_class)
+        """The entry of the same `forward` whose graphs `engine` makes ready."""
+        found = type(self)(engine, self.owner, of_class=self.of_class)
         found.path = self.path
         return found
 
     def leave_to_autocast(self, why: str) -> None:
-        """Has all calls, of other methods too, run under `torch.autocast`."""
+        """Has all calls, of modules inside too, run under `torch.autocast`."""
         self._by_autocast = self._left_to_autocast = why
         self.engine.record.note(_INSTEAD + why, aloud=False)
 
@@ -369,7 +362,7 @@ class Entry:
         why = self._by_autocast or (transforms if is_transformed else self._bounded)
         instead = _AS_WRITTEN if self._is_python else _INSTEAD
         if engine.options.strict:
-            said = _why_no_graph(self.name, self.program, self.has_many)
+            said = _why_no_graph(self.program, self.has_many)
             if why == self._bounded:
                 said = instead + why
             raise CaptureError(f"{engine.record.label}: {said}")
@@ -435,30 +428,15 @@ class Entry:
             return False
         return not self._only_hooked or compat.has_hooks(model)
 
-    def of(self, owner: type[nn.Module], name: str) -> Entry:
-        """The entry for calls of method `name`; this entry if that is its own name."""
-        if name == self.name:
-            return self
-        with self._lock:
-            if name not in self._methods:
-                self._methods[name] = self._part(self.path, owner, name, of_class=True)
-        return self._methods[name]
-
     def of_child(self, path: str, owner: type[nn.Module], *, of_class: bool) -> Entry:
         """The entry for calls of the module at `path` that no other call includes."""
         with self._lock:
             found = self._children.get(path)
             if found is None or (found.owner, found.of_class) != (owner, of_class):
-                found = self._part(path, owner, "forward", of_class=of_class)
+                found = Entry(self.engine, owner, of_class=of_class)
+                found.path = path
+                found._by_autocast = found._left_to_autocast = self._left_to_autocast
                 self._children[path] = found
-        return found
-
-    def _part(
-        self, path: str, owner: type[nn.Module], name: str, *, of_class: bool
-    ) -> Entry:
-        found = Entry(self.engine, owner, name, of_class=of_class)
-        found.path = path
-        found._by_autocast = found._left_to_autocast = self._left_to_autocast
         return found
 
     def compiled_by(self, backend: int) -> Entry:
@@ -484,7 +462,7 @@ class Entry:
             engine.record.calls -= 1  # `self.encoder.get_num_params()`
             return
         engine.record.aside += 1
-        said = _why_no_graph(self.name, self.program, self.has_many)
+        said = _why_no_graph(self.program, self.has_many)
         if program is not None:
             # Another model that joined would run the code that Dynamo has given up.
             program.stepped_aside = True
@@ -545,7 +523,7 @@ class Entry:
         return self._begin(None)
 
     def _begin(self, what: Hashable | None) -> Program:
-        own = plain_function(self.owner, self.name, self.of_class)
+        own = plain_function(self.owner, self.of_class)
         self.program = program_for(what, own, self.engine, hooked=self._hooks.guarded)
         self._compilations += 1
         self._graphs_before = len(self.engine.record.graphs)
@@ -554,13 +532,13 @@ class Entry:
     @property
     def _shared(self) -> Hashable | None:
         """A key equal for entries that have the same code, or None."""
-        function: Any = getattr(self.owner, self.name)
+        function: Any = self.owner.forward
         own = not (self.of_class and isinstance(function, types.FunctionType))
         if own or not self.engine.shares_graphs:
             return None
         # Weak references compare equal while their classes are the same, and the table
         # of programs keeps no class alive.
-        return self.name, weakref.ref(self.owner), weakref.ref(function)
+        return weakref.ref(self.owner), weakref.ref(function)
 
     def _start_afresh(self) -> None:
         """Compiles the code anew, at most until `_MOST_COMPILATIONS` are made."""
@@ -577,9 +555,6 @@ class Entry:
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        *,
-        owner: type[nn.Module],
-        name: str = "forward",
     ) -> Any:
         """Makes a call that Dynamo traces as part of a larger graph.
 
@@ -589,14 +564,14 @@ class Entry:
         broken (`fullgraph=True`), our pass never runs, and autocast stands in for it.
         """
         if not under_compilation():  # reached from code that was compiled before
-            return self.of(owner, name)(model, args, kwargs)
+            return self(model, args, kwargs)
         if traced_for_us():
             return plain(model, *args, **kwargs)
         backend = users_backend()
         if backend == RUNS_OUR_PASS:
             return plain(model, *args, **kwargs)
         if backend != ONE_GRAPH:
-            return _apart(self, backend, model, args, kwargs, owner=owner, name=name)
+            return _apart(self, backend, model, args, kwargs)
         low = unscaled_dtype(self.engine.record.low)
         with autocast_for(model, args, low):
             result = plain(model, *args, **kwargs)
@@ -610,27 +585,23 @@ def _apart(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    *,
-    owner: type[nn.Module],
-    name: str,
 ) -> Any:
     """Makes a call from the user's compilation, whose graph is broken at the call."""
-    return forward.compiled_by(backend).of(owner, name)(model, args, kwargs)
+    return forward.compiled_by(backend)(model, args, kwargs)
 
 
 # -- calls that run no rewritten graph: why, and which need none -----------------------
 
 
-def _why_no_graph(method: str, program: Program | None, has_many: bool) -> str:
+def _why_no_graph(program: Program | None, has_many: bool) -> str:
     """Says that a call ran no rewritten graph, and why.
 
     Args:
-        method: the name of the method that was called.
-        program: the compiled method during the call.
-        has_many: whether Dynamo makes no more graphs of the method.
+        program: the compiled `forward` during the call.
+        has_many: whether Dynamo makes no more graphs of `forward`.
     """
     why = _in_the_callers_hands() or _left_by_dynamo(program, has_many)
-    return f"a call of {method!r} ran no rewritten graph, so it ran in fp32: {why}"
+    return f"a call of 'forward' ran no rewritten graph, so it ran in fp32: {why}"
 
 
 def _in_the_callers_hands() -> str:

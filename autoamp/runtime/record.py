@@ -50,6 +50,12 @@ _CHANGES = (
 )
 
 
+_METHOD = (
+    "the modules that it calls are captured one by one, and operations written in it "
+    "run in fp32"
+)
+
+
 @dataclass
 class Skipped:
     """Something that was not converted, and why."""
@@ -159,6 +165,12 @@ class Record:
         if aloud:
             text = f"autoamp: {self.label}: {why}"
             log_once(logger, logging.WARNING, text, of=self.scaling)
+
+    def left_in_method(self, method: str) -> None:
+        """Keeps for the report that a method calls modules outside of all graphs."""
+        found = Skipped(method, _METHOD)
+        if found not in self.skipped:
+            self.skipped.append(found)
 
     @property
     def functions_left(self) -> list[str]:

@@ -41,7 +41,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
         lambda: torch.compile(nn.Linear(2, 2), backend="eager"),
         ("compiled", "convert the model inside"),
     ),
-    "container": (lambda: nn.ModuleList([nn.Linear(2, 2)]), ("ModuleList", "forward")),
+    "container": (lambda: nn.ModuleList([nn.ModuleList()]), ("ModuleList", "forward")),
 }
 
 

@@ -146,7 +146,8 @@ def test_deep_copies_are_converted_and_run_their_own_weights(
     assert make is graph_module or not other.encode(x).any()
     other(x).sum().backward()
     assert all(p.grad is None for p in model.parameters())
-    assert autoamp.report(model).skipped == [], "nothing is the matter"
+    methods = {what.partition(".")[2] for what, _ in autoamp.report(model).skipped}
+    assert methods <= {"encode"}, "nothing else is the matter"
     autoamp.revert(model)
     changed = {"__deepcopy__"} if make is StepsAside else set()
     assert model.__dict__.keys() - changed == before.keys()
@@ -189,9 +190,3 @@ def test_it_is_said_that_a_pickle_is_plain(caplog) -> None:
     through_pickle(converted(Model()))
     (told,) = warned(caplog)
     says(told, option="autoamp.convert(copy)")
-
-
-def test_a_replica_has_methods_of_its_own() -> None:
-    model = converted(Model())
-    replica = model._replicate_for_data_parallel()
-    assert replica.encode.__self__ is replica

@@ -156,7 +156,7 @@ def test_lightning(whole, tmp_path) -> None:
 
     class Reads(Callback):
         def on_train_batch_end(self, trainer, module, *_) -> None:
-            (model,) = filter(autoamp.is_converted, module.modules())
+            model, *_ = filter(autoamp.is_converted, module.modules())
             skipped.append(autoamp.report(model).loss_scale.skipped_steps)
 
     module = lightning(whole, seen)
