@@ -81,20 +81,20 @@ def exists(key: str) -> bool:
     return bool(overloads(key))
 
 
-def close_names(key: str, limit: int = 3) -> list[str]:
-    """Existing ops with names like `key`, the most similar first, for a message."""
+def close_names(key: str) -> list[str]:
+    """Up to three ops with names like `key`, the most similar first, for a message."""
     namespace, name, overload = split_key(key)
     if overload and (siblings := overloads(f"{namespace}::{name}")):
         names = [op_name(sibling) for sibling in siblings]
-        return difflib.get_close_matches(key, names, limit, 0.0)
+        return difflib.get_close_matches(key, names, 3, 0.0)
     wanted = [(namespace, name)]
     if overload:  # `sofmtax.int`, or an unknown namespace
         wanted.append(("aten", overload))
     for space, word in [*wanted, ("aten", name)]:
-        close = difflib.get_close_matches(word, _known_names(space), 4 * limit)
+        close = difflib.get_close_matches(word, _known_names(space), 12)
         found = [f"{space}::{each}" for each in close if exists(f"{space}::{each}")]
         if found:
-            return found[:limit]
+            return found[:3]
     return []
 
 

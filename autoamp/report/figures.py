@@ -26,7 +26,7 @@ from autoamp.passes.decide.cost import (
     kind_of_product,
     parts_of,
 )
-from autoamp.passes.decide.devices import NEUTRAL, Device
+from autoamp.passes.decide.devices import NEUTRAL
 from autoamp.passes.decide.flops import flops_of
 from autoamp.passes.decide.policies import POLICIES
 from autoamp.passes.record import Rewritten
@@ -144,13 +144,11 @@ class Prediction:
 
     Attributes:
         device: the device's name, with the products that fp32 computes in TF32 there.
-        on: the figures of the device.
         ops: every float op.
         cast_count, cast_units: the casts as placed, their time in units of 0.1 ns.
     """
 
     device: str
-    on: Device
     ops: tuple[OpTime, ...]
     cast_count: int
     cast_units: int
@@ -241,7 +239,6 @@ def predict(sections: Sequence[Section]) -> Prediction | None:
     ours = sum(section.costs.ours.estimate for section in sections)
     return Prediction(
         device=_hardware(sections),
-        on=sections[0].device,
         ops=ops,
         cast_count=sum(c.every_call for section in sections for c in section.casts),
         cast_units=ours - sum(op.row.cost for op in ops),

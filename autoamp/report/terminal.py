@@ -109,11 +109,6 @@ def _answer(question: str, said: Iterable[str]) -> Iterator[Text | Padding]:
     yield from map(_line, said)
 
 
-def _runs_low(report: Document, low: str) -> Iterator[RenderableType]:
-    said = [*runs_low(report, low), *_so_far(report)]
-    yield from _answer("What runs low", said)
-
-
 def _gains(report: Document, low: str) -> Iterator[RenderableType]:
     title, rows, sentence = gains_of(report.headline, low)
     yield _heading(title)

@@ -39,14 +39,10 @@ class Heard:
     Attributes:
         output: the float tensors of the output.
         gradients: the gradients of the parameters, by name.
-        loss: the loss; None without a backward.
-        returned: the output as the model returned it.
     """
 
     output: list[Tensor] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    loss: float | None = None
-    returned: Any = None
 
 
 class Outcome(NamedTuple):
@@ -171,9 +167,7 @@ class StandIn:
                 trains=self.trains,
                 scale=scale,
             )
-            found.returned = outcome.output
             found.output = [t.detach().clone() for t in floats_of(outcome.output)]
-            found.loss = None if outcome.loss is None else float(outcome.loss.detach())
             pairs = zip(named, outcome.gradients, strict=False)
             found.gradients = {n: g.float() / scale for n, g in pairs if g is not None}
 

@@ -24,17 +24,15 @@ class Leaves:
 
     Attributes:
         ids: the `id` of each leaf, in order.
-        known: the same ids, as a set.
         memories: the memory of each leaf, by the leaf's `id`.
         groups: the ranks that compute with the leaves together, where these are
             DTensors: their graphs add up gradients of all ranks, which are scaled.
     """
 
-    __slots__ = ("groups", "ids", "known", "memories")
+    __slots__ = ("groups", "ids", "memories")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.ids = list(map(id, tensors))
-        self.known = frozenset(self.ids)
         memories = map(compat.memory_of, tensors)
         self.memories = dict(zip(self.ids, memories, strict=True))
         meshed = [*filter(compat.is_distributed, tensors)]

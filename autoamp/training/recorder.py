@@ -254,13 +254,9 @@ def _line_that_made(value: torch.Tensor) -> Location | None:
     return None
 
 
-def line_outside(frame: types.FrameType | None = None) -> str:
-    """`train.py:12: loss = ...`: the innermost line outside of torch and autoamp.
-
-    Args:
-        frame: where to begin; by default the caller.
-    """
-    frame = frame or sys._getframe(1)
+def line_outside() -> str:
+    """`train.py:12: loss = ...`: the innermost line outside of torch and autoamp."""
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((_TORCH, _OURS)):

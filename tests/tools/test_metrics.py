@@ -137,4 +137,4 @@ def test_saved_bytes_counts_storages_once_and_tells_weight_copies() -> None:
 
     saved = saved_bytes(forward, [weight])
     assert saved.weight_copies == 6 * 4 * 2
-    assert saved.activations == 2 * 4 * 2
+    assert saved.total == (6 * 4 + 2 * 4) * 2

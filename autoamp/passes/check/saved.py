@@ -37,11 +37,6 @@ class SavedBytes:
     total: int
     weight_copies: int
 
-    @property
-    def activations(self) -> int:
-        """The bytes without the copies of weights."""
-        return self.total - self.weight_copies
-
 
 def saved_bytes(
     forward: Callable[[], Any], parameters: Iterable[Tensor] = ()

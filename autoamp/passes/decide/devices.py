@@ -421,7 +421,3 @@ def main_device(gm: fx.GraphModule) -> torch.device:
 def figures_of(device: Device) -> dict[str, Any]:
     """Every figure of a device, as values that JSON has."""
     return asdict(device) | {"tf32_kinds": sorted(device.tf32_kinds)}
-
-
-_LARGEST = 1e18
-"""Larger figures are damaged ones: the fastest device has less than 1e8 GFLOP/s."""

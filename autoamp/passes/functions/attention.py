@@ -216,13 +216,11 @@ class KernelScores:
         mask: numbers to add, in fp32 or in the dtype of the query, minus infinity where
             something is filled in; None for nothing.
         is_causal: whether later keys are hidden besides.
-        filled: the largest number that filled scores end as; minus infinity for none.
     """
 
     scale: float
     mask: Tensor | None
     is_causal: bool
-    filled: float
 
 
 def for_kernel(steps: Sequence[Step], query: Tensor, keys: int) -> KernelScores:
@@ -233,28 +231,22 @@ def for_kernel(steps: Sequence[Step], query: Tensor, keys: int) -> KernelScores:
         keys: the number of keys.
     """
     only_causal = all(step.kind in (Kind.SCALE, Kind.CAUSAL) for step in steps)
-    scale, filled = 1.0, -torch.inf
+    scale = 1.0
     mask: Tensor | None = None
     for step in steps:
         if step.kind is Kind.SCALE:
-            scale, filled = scale * step.number, filled * step.number
+            scale *= step.number
             mask = None if mask is None else mask * step.number
         elif step.kind is Kind.ADD:
             assert step.tensor is not None
             mask = step.tensor if mask is None else mask + step.tensor
-            if filled > -torch.inf:
-                # The largest number added bounds how large a filled score can have
-                # become.
-                filled += float(step.tensor.max())
-        else:
-            filled = max(filled, step.number)
-            if not only_causal:
-                mask = _hiding(mask, step, query, keys)
+        elif not only_causal:
+            mask = _hiding(mask, step, query, keys)
     # Torch's kernel takes a mask in fp32, or in the dtype of the query.
     if mask is not None and mask.dtype != query.dtype:
         mask = mask.to(HIGH_DTYPE)
     causal = only_causal and any(step.kind is Kind.CAUSAL for step in steps)
-    return KernelScores(scale, mask, causal, filled)
+    return KernelScores(scale, mask, causal)
 
 
 def _hiding(mask: Tensor | None, step: Step, query: Tensor, keys: int) -> Tensor:
