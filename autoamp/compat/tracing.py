@@ -59,12 +59,6 @@ def forget_inputs(gm: fx.GraphModule) -> None:
             describer.lookup_tensor = type(describer.lookup_tensor)()
 
 
-def inputs_of(gm: fx.GraphModule) -> list[Any]:
-    """The fake tensors and sizes that Dynamo has captured `gm` with."""
-    inputs = gm.graph.find_nodes(op="placeholder")
-    return [node.meta.get("example_value", node.meta.get("val")) for node in inputs]
-
-
 def fake_inputs(inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
     """`inputs` as fake tensors of `mode`, with the symbolic sizes Dynamo gave them.
 
@@ -88,28 +82,6 @@ def fake_inputs(inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
         )
 
     return [fake(value) for value in inputs]
-
-
-def fake_on(value: Any, device: str) -> Any:
-    """A fake tensor like `value` on a device type; another value as it is."""
-    if not isinstance(value, FakeTensor) or value.device.type == device:
-        return value
-    with value.fake_mode:
-        return torch.empty_like(value, device=device)
-
-
-def told_apart(fakes: Sequence[Any]) -> list[Any]:
-    """`fakes` with a tensor that stands for two inputs replaced by an alias of itself.
-
-    A trace knows tensors by identity and would read one input as the other.
-    """
-    seen: set[int] = set()
-    result = []
-    for fake in fakes:
-        again = isinstance(fake, torch.Tensor) and id(fake) in seen
-        result.append(fake.view_as(fake) if again else fake)
-        seen.add(id(fake))
-    return result
 
 
 def trace_pre_dispatch(

@@ -630,5 +630,13 @@ def _positional(node: fx.Node, device: str) -> tuple[list[str], list[Any]]:
         if not each.kwarg_only:
             names.append(each.name)
             args.append(given.get(each.name, each.default_value))
-    values = fx.map_arg(args, lambda n: compat.fake_on(n.meta["val"], device))
+    values = fx.map_arg(args, lambda n: _fake_on(n.meta["val"], device))
     return names, list(values)
+
+
+def _fake_on(value: Any, device: str) -> Any:
+    """A fake tensor like `value` on a device type; another value as it is."""
+    if not isinstance(value, compat.FakeTensor) or value.device.type == device:
+        return value
+    with value.fake_mode:
+        return torch.empty_like(value, device=device)

@@ -96,7 +96,8 @@ def whole_inputs(
     gm: fx.GraphModule, inputs: Sequence[Any], mode: compat.FakeTensorMode
 ) -> list[Any]:
     """`inputs` with a fake whole tensor for each DTensor, and None for meshes."""
-    recorded = compat.inputs_of(gm)
+    holders = gm.graph.find_nodes(op="placeholder")
+    recorded = [n.meta.get("example_value", n.meta.get("val")) for n in holders]
     pairs = zip(inputs, recorded, strict=True)
     return [_whole(value, known, mode) for value, known in pairs]
 

@@ -153,7 +153,7 @@ def _trace(
 
     try:
         # A trace tells tensors apart by identity: tied weights would become one input.
-        inputs = compat.told_apart([*fake_named.values(), *fakes])
+        inputs = _told_apart([*fake_named.values(), *fakes])
         given = inputs if op_cache is None else []
         call = run if op_cache is None else lambda: run(*compat.recorded_inputs(inputs))
         traced = compat.trace_pre_dispatch(call, given, mode, parts_on(device))
@@ -179,6 +179,20 @@ def _trace(
     drop_dead(traced.graph)
     traced.recompile()
     return traced
+
+
+def _told_apart(fakes: Sequence[Any]) -> list[Any]:
+    """`fakes` with a tensor that stands for two inputs replaced by an alias of itself.
+
+    A trace knows tensors by identity and would read one input as the other.
+    """
+    seen: set[int] = set()
+    result = []
+    for fake in fakes:
+        again = isinstance(fake, torch.Tensor) and id(fake) in seen
+        result.append(fake.view_as(fake) if again else fake)
+        seen.add(id(fake))
+    return result
 
 
 def _drop_our_frames(node: fx.Node) -> None:
