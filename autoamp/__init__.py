@@ -37,7 +37,7 @@ from autoamp.runtime.program import disabled
 from autoamp.tools.bench import Bench
 from autoamp.tools.compare import Comparison
 from autoamp.tools.find_overflow import Overflow
-from autoamp.training.options import ConvertOptions
+from autoamp.training.options import ConvertOptions, ExpertOptions
 from autoamp.training.scale import (
     DynamicLossScale,
     LossScale,
@@ -55,6 +55,7 @@ __all__ = [
     "Comparison",
     "ConvertOptions",
     "DynamicLossScale",
+    "ExpertOptions",
     "ExportError",
     "LossScale",
     "LossScaleError",

@@ -46,9 +46,9 @@ from autoamp.training.boundary import params_of
 from autoamp.training.options import (
     NOT_OF_REWRITE,
     ConvertOptions,
+    ExpertOptions,
     Masters,
     Options,
-    WeightCopies,
 )
 from autoamp.training.scale import LossScale, LossScaleName
 
@@ -83,26 +83,21 @@ def convert(
     optimizer: Any = None,
     *,
     precision: Precision | torch.dtype = "auto",
-    rules: Rules | str | None = None,
+    keep: Sequence[str] = (),
     allow: Sequence[str] = (),
     deny: Sequence[str] = (),
     infer: Sequence[str] = (),
     clear: Sequence[str] = (),
-    keep: Sequence[str] = (),
+    rules: Rules | str | None = None,
     loss_scale: LossScaleName | float | LossScale = "auto",
-    backend: Backend | Callable[..., Any] = "eager",
+    masters: Masters = "auto",
     placement: Placement = "optimal",
     objective: Objective = "time",
+    backend: Backend | Callable[..., Any] = "eager",
     do_no_harm: bool = True,
     strict: bool = False,
-    weight_copies: WeightCopies = "kept",
-    masters: Masters = "auto",
-    guard: bool = True,
-    fuse: bool | Mapping[str, bool] = True,
-    exact_casts: bool = False,
-    calibrate: bool = True,
     example_inputs: tuple[Any, ...] | None = None,
-    **others: Any,
+    **options: Unpack[ExpertOptions],
 ) -> Any:
     """Turns on mixed precision for `model`, in place, on its call path only.
 
@@ -116,48 +111,30 @@ def convert(
         precision: "auto", "fp16", "bf16" or the torch dtype.  "auto" is fp16 on a GPU
             and bf16 on a CPU with bf16 units; otherwise a warning says that the model
             is not converted.
+        keep: module-path patterns that stay fp32 ("head", "encoder.layer.0.*"), beside
+            the modules that the model itself names (transformers' lists
+            `_keep_in_fp32_modules`, which holds in fp16, and its `_strict` form).
+        allow, deny, infer, clear: op names moved to that list ("linear", "aten::exp").
         rules: the path of a rules file, whose rules are added to the built-in rules;
             one of the complete sets "torch-cuda", "torch-cpu", "tensorflow"; or a
             `Rules`, which replaces the built-in rules and must allow at least one op
             that these allow.
-        allow, deny, infer, clear: op names moved to that list ("linear", "aten::exp").
-        keep: module-path patterns that stay fp32 ("head", "encoder.layer.0.*"), beside
-            the modules that the model itself names (transformers' lists
-            `_keep_in_fp32_modules`, which holds in fp16, and its `_strict` form).
         loss_scale: "auto" (dynamic for fp16, none for bf16), "dynamic", "off", a
             number, or a `LossScale`, which may be shared by several models.
-        backend: "eager", which runs the rewritten graph as it is, "inductor", which
-            compiles it, or any Dynamo backend.
-        placement: "optimal" (least cost), "tensorflow", "promote" or "forced".
-        objective: "time" or "memory".
-        do_no_harm: whether ops that are predicted to gain nothing stay in fp32.
-        strict: whether to raise an error instead of falling back to fp32.
-        weight_copies: "kept": a weight's low-precision copy is kept until the weight is
-            written to, through torch or through an object that shares its memory, such
-            as a NumPy array.  A write through a bare address taken earlier goes unseen
-            (C code with `w.data_ptr()`, a replayed CUDA graph), and a write by torch
-            may move the weight away from that address.  "every call": each weight is
-            copied at each call, and never moved.
         masters: "auto": half-precision weights that a named optimizer trains get fp32
             master weights (docs/loss-scaling.md).  A master costs 2 bytes beside a bf16
             weight, which is its upper half, if the optimizer steps each weight by
             itself, and otherwise 4 bytes.  "split": the same, and a line names the
             weights whose masters cost 4 bytes.  "fp32": all masters cost 4 bytes.
             "off": the optimizer updates the half-precision weights themselves.
-        guard: whether steps with infinite or NaN gradients are skipped, in bf16 too.
-        fuse: whether a chain of calls that torch has one kernel for runs as that kernel
-            (a GELU or a norm written out), which computes in fp32 inside.
-            {"gelu": False} switches single kernels off (docs/kernels.md names them).
-        exact_casts: whether the kernels of inductor round at each cast, as the graph
-            does where it runs as it is; otherwise a value that is cast and read inside
-            one kernel stays fp32 there.  "eager" rounds in any case; with another
-            compiler than inductor the option is refused.
-        calibrate: whether ops are priced by speeds measured on this machine. The first
-            call measures them in half a second, once for a device and a number of
-            threads, and they are kept on disk (docs/speeds.md).  False takes the
-            figures of a table, as `AUTOAMP_CALIBRATE=0` does.
+        placement: "optimal" (least cost), "tensorflow", "promote" or "forced".
+        objective: "time" or "memory".
+        backend: "eager", which runs the rewritten graph as it is, "inductor", which
+            compiles it, or any Dynamo backend.
+        do_no_harm: whether ops that are predicted to gain nothing stay in fp32.
+        strict: whether to raise an error instead of falling back to fp32.
         example_inputs: arguments to capture with at once, not at the first call.
-        **others: refused; the error says what to use instead of a removed option.
+        **options: options for experts; `autoamp.ExpertOptions` explains them.
 
     Returns:
         `model`, or `(model, optimizer)` when an optimizer is given.
@@ -173,30 +150,32 @@ def convert(
         >>> autoamp.report(model).ops[0].precision
         'bf16'
     """
-    options = _heard(
+    chosen = Options().replace(
         precision=precision,
-        rules=rules,
+        keep=keep,
         allow=allow,
         deny=deny,
         infer=infer,
         clear=clear,
-        keep=keep,
+        rules=rules,
         loss_scale=loss_scale,
-        backend=backend,
+        masters=masters,
         placement=placement,
         objective=objective,
+        backend=backend,
         do_no_harm=do_no_harm,
         strict=strict,
-        weight_copies=weight_copies,
-        masters=masters,
-        guard=guard,
-        fuse=fuse,
-        exact_casts=exact_casts,
-        calibrate=calibrate,
-        **others,
+        **options,
     )
+    if chosen.exact_casts and chosen.backend == "eager":
+        log_once(
+            logger,
+            logging.WARNING,
+            "autoamp: exact_casts=True changes nothing with backend='eager', which "
+            "rounds at each cast anyway",
+        )
     optimizers = _checked_optimizers(optimizer, model)
-    convert_for_training(model, options, optimizers, example_inputs)
+    convert_for_training(model, chosen, optimizers, example_inputs)
     return model if optimizer is None else (model, optimizer)
 
 
@@ -376,19 +355,6 @@ def load(path: str | os.PathLike[str]) -> Any:
         True
     """
     return load_file(path)
-
-
-def _heard(**given: Any) -> Options:
-    """The options that a caller gives; one without effect is answered by a line."""
-    options = Options().replace(**given)
-    if options.exact_casts and options.backend == "eager":
-        log_once(
-            logger,
-            logging.WARNING,
-            "autoamp: exact_casts=True changes nothing with backend='eager', which "
-            "rounds at each cast anyway",
-        )
-    return options
 
 
 def _checked_optimizers(optimizer: Any, model: Any) -> list[torch.optim.Optimizer]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from autoamp import compat
 from autoamp.dtypes import UNSCALED
@@ -35,7 +35,44 @@ WEIGHT_COPIES: tuple[str, ...] = get_args(WeightCopies)
 MASTERS: tuple[str, ...] = get_args(Masters)
 
 
-class ConvertOptions(RewriteOptions, total=False):
+class ExpertOptions(TypedDict, total=False):
+    """Options of `autoamp.convert` that few users need.
+
+    Attributes:
+        fuse: True: a chain of calls that torch has one kernel for runs as that kernel
+            (a GELU or a norm written out), which computes in fp32 inside.
+            `{"gelu": False}` switches single kernels off (docs/kernels.md names them).
+        guard: True: steps with infinite or NaN gradients are skipped, in bf16 too.
+        weight_copies: "kept": a weight's low-precision copy is kept until the weight is
+            written to, through torch or through an object that shares its memory, such
+            as a NumPy array.  A write through a bare address taken earlier goes unseen
+            (C code with `w.data_ptr()`, a replayed CUDA graph), and a write by torch
+            may move the weight away from that address.  "every call": each weight is
+            copied at each call, and never moved.
+        exact_casts: whether the kernels of inductor round at each cast, as the graph
+            does where it runs as it is; by default a value that is cast and read inside
+            one kernel stays fp32 there.  "eager" rounds in any case; with another
+            compiler than inductor the option is refused.
+        calibrate: True: ops are priced by speeds measured on this machine. The first
+            call measures them in half a second, once for a device and a number of
+            threads, and they are kept on disk (docs/speeds.md).  False takes the
+            figures of a table, as `AUTOAMP_CALIBRATE=0` does.
+
+    Example:
+        >>> options: autoamp.ExpertOptions = {"fuse": {"gelu": False}, "guard": False}
+        >>> model = autoamp.convert(torch.nn.Linear(64, 64), **options)
+        >>> autoamp.is_converted(model)
+        True
+    """
+
+    fuse: bool | Mapping[str, bool]
+    guard: bool
+    weight_copies: WeightCopies
+    exact_casts: bool
+    calibrate: bool
+
+
+class ConvertOptions(RewriteOptions, ExpertOptions, total=False):
     """Options of `autoamp.convert`, for a dict that type checkers know.
 
     All functions that take `**options` take these; `autoamp.convert` explains them.  So
@@ -51,10 +88,7 @@ class ConvertOptions(RewriteOptions, total=False):
 
     loss_scale: LossScaleName | float | LossScale
     backend: Backend | Callable[..., Any]
-    weight_copies: WeightCopies
     masters: Masters
-    guard: bool
-    exact_casts: bool
 
 
 @dataclass(frozen=True)

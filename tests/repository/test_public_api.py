@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 import autoamp
 from autoamp.removed import NAMES as REMOVED
+from autoamp.training.options import OPTION_NAMES, Options
 from tests.says import says
 
 NAMES = {
@@ -20,6 +22,7 @@ NAMES = {
     "Comparison",
     "ConvertOptions",
     "DynamicLossScale",
+    "ExpertOptions",
     "ExportError",
     "LossScale",
     "LossScaleError",
@@ -50,30 +53,33 @@ NAMES = {
     "rewrite",
 }
 
-FOR_CONVERT = {"example_inputs": None}
-"""Arguments of `convert` alone, which no other function takes as options."""
-
-OPTIONS: dict[str, Any] = {
+KEYWORDS: dict[str, Any] = {
     "precision": "auto",
-    "rules": None,
+    "keep": (),
     "allow": (),
     "deny": (),
     "infer": (),
     "clear": (),
-    "keep": (),
+    "rules": None,
     "loss_scale": "auto",
-    "backend": "eager",
+    "masters": "auto",
     "placement": "optimal",
     "objective": "time",
+    "backend": "eager",
     "do_no_harm": True,
     "strict": False,
-    "weight_copies": "kept",
-    "masters": "auto",
-    "guard": True,
+    "example_inputs": None,
+}
+"""What `convert` names after the model and its optimizer."""
+
+EXPERT: dict[str, Any] = {
     "fuse": True,
+    "guard": True,
+    "weight_copies": "kept",
     "exact_casts": False,
     "calibrate": True,
 }
+"""The options for experts."""
 
 
 PARAMETERS = {
@@ -122,20 +128,29 @@ def test_parameters(name: str) -> None:
     assert positional == PARAMETERS[name]
 
 
-def test_convert_takes_what_the_options_are() -> None:
+def test_convert_names_what_most_users_need_and_takes_experts_options() -> None:
     parameters = dict(inspect.signature(autoamp.convert).parameters)
-    assert list(parameters)[:2] == ["model", "optimizer"]
-    keywords = {
-        name: p.default
-        for name, p in parameters.items()
-        if p.kind is inspect.Parameter.KEYWORD_ONLY
-    }
-    assert keywords == {**OPTIONS, **FOR_CONVERT}
-    assert parameters["others"].kind is inspect.Parameter.VAR_KEYWORD
+    assert list(parameters) == ["model", "optimizer", *KEYWORDS, "options"]
+    assert all(
+        each.kind is inspect.Parameter.KEYWORD_ONLY and each.default == KEYWORDS[name]
+        for name, each in parameters.items()
+        if name in KEYWORDS
+    )
+    assert parameters["options"].kind is inspect.Parameter.VAR_KEYWORD
     assert parameters["optimizer"].default is None
+    chosen = Options()
+    assert {name: getattr(chosen, name) for name in EXPERT} == EXPERT
+    assert set(EXPERT) | set(KEYWORDS) - {"example_inputs"} == {*OPTION_NAMES}
 
 
-def test_convert_explains_each_parameter() -> None:
-    doc = inspect.getdoc(autoamp.convert) or ""
-    for name in inspect.signature(autoamp.convert).parameters:
+@pytest.mark.parametrize(
+    ("of", "names"),
+    [
+        (autoamp.convert, ["model", "optimizer", *KEYWORDS, "options"]),
+        (autoamp.ExpertOptions, EXPERT),
+    ],
+)
+def test_each_option_is_explained(of: Any, names: Iterable[str]) -> None:
+    doc = inspect.getdoc(of) or ""
+    for name in names:
         assert re.search(rf"^\s*(\w+, |\*\*)*{name}(, \w+)*:", doc, re.MULTILINE), name

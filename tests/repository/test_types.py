@@ -60,14 +60,17 @@ def test_all_words_of_a_type_are_taken_and_named_where_another_is_refused(
 def test_convert_has_the_options_of_the_type() -> None:
     hints = typing.get_type_hints(autoamp.convert)
     types = typing.get_type_hints(autoamp.ConvertOptions)
-    own = {"example_inputs"}
+    expert = typing.get_type_hints(autoamp.ExpertOptions)
     given = [
         each.name
         for each in inspect.signature(autoamp.convert).parameters.values()
         if each.kind is each.KEYWORD_ONLY
     ]
-    assert {*given} - own == types.keys() == {*options.OPTION_NAMES}
-    assert {name: hints[name] for name in types} == types
+    named = {*given} - {"example_inputs"}
+    assert not named & expert.keys()
+    assert named | expert.keys() == types.keys() == {*options.OPTION_NAMES}
+    assert {name: hints[name] for name in named} | expert == types
+    assert hints["options"] == typing.Unpack[autoamp.ExpertOptions]
 
 
 def test_ways_of_a_benchmark_have_a_type() -> None:

@@ -109,3 +109,4 @@ def wrong(options: dict[str, int]) -> None:
 
 one: autoamp.ConvertOptions = {"precision": "bf61"}  # wrong
 two: autoamp.ConvertOptions = {"precison": "bf16"}  # wrong
+three: autoamp.ExpertOptions = {"guard": 1}  # wrong
