@@ -90,6 +90,7 @@ from autoamp.passes.write.meshes import (
 )
 from autoamp.passes.write.scale_edge import scale_edge
 from autoamp.passes.write.together import with_uses_together
+from autoamp.passes.write.unbind import with_unbind
 
 
 class Phase(enum.IntEnum):
@@ -270,6 +271,13 @@ def _rotary(work: Rewritten) -> Rewritten:
     return replace(work, gm=with_rotary(work.gm, work.left))
 
 
+def _unbind(work: Rewritten) -> Rewritten:
+    """Selects that together show a whole tensor have one gradient."""
+    if not _may_replace_eagerly(work):
+        return work
+    return replace(work, gm=with_unbind(work.gm, work.facts, work.left))
+
+
 def _layouts(work: Rewritten) -> Rewritten:
     """Convolutions read channels last where that is faster; results lie as before."""
     if not _may_replace(work, CHANNELS_LAST):
@@ -442,6 +450,13 @@ PASSES = (
         Checks.replaced,
         rounding="the embedding computes in fp32 inside",
         without="its rotary embeddings stay as they are written",
+        needs_memory=True,
+    ),
+    Pass(
+        _unbind,
+        _PREPARE,
+        Checks.replaced,
+        without="each of its selects has a gradient as large as the whole tensor",
         needs_memory=True,
     ),
     Pass(

@@ -373,6 +373,13 @@ def rotary(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return F.linear(queries * cos + turned * sin, w)
 
 
+@shows("unbind", **ONE)
+def halves(x: Tensor, w: Tensor) -> Tensor:
+    """Selects that show all of a tensor are one `unbind`, with one gradient."""
+    parts = F.linear(x, w).view(2, 2, 4)
+    return parts.select(1, 0) * parts.select(1, 1)
+
+
 # -- products -------------------------------------------------------------------------
 
 
