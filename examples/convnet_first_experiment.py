@@ -107,13 +107,13 @@ def speed(batch: int, milliseconds: float, flops: int) -> float:
 def reasons(reports: dict[int, autoamp.Report], flops: int) -> Sequence[str]:
     """The steps of the reasoning, each with its figures."""
     batch, report = max(reports.items())
-    times = report.prediction
+    times, device = report.prediction, report.sections[0].device
     assert times is not None
     mixed, fp32 = PUBLISHED[batch]
     memory = times.shares(placed=False)["memory"] * times.seconds(placed=False)
     halved = 1e3 * memory / 2
     peak, low_peak = (
-        each / 1e3 for each in (times.on.high_flops_per_ns, times.on.low_flops_per_ns)
+        each / 1e3 for each in (device.high_flops_per_ns, device.low_flops_per_ns)
     )
     reached = speed(batch, mixed, flops)
     speeds = (
@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
 
     times = report.prediction
     assert times is not None
-    peak = times.on.high_flops_per_ns / 1e3
+    peak = report.sections[0].device.high_flops_per_ns / 1e3
     named = "the convolution of 11 x 11 in module 6: " in report.because
     checks = {
         "the convolution of 11 x 11 has most of the arithmetic": share > 0.5,

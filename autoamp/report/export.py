@@ -91,6 +91,7 @@ def to_json(report: Document) -> str:
         "optimal_cost": part("optimal_cost", lambda: report.optimal_cost),
         "regret": part("regret", lambda: report.regret),
         "headline": part("headline", headline),
+        "memory": report.memory.figures() if report.memory else None,
         "devices": part("devices", lambda: _devices(report), []),
         "graphs": part("graphs", lambda: [*map(_section, report.sections)], []),
         "ops": part("ops", lambda: [*map(_op, report.ops)], []),

@@ -341,14 +341,25 @@ def headline_of(sections: Sequence[Section], predicted: Prediction | None) -> He
 
 
 def _kept(sections: Sequence[Section], low: Iterable[Collection[str]]) -> int:
-    """Bytes of operands that the backward may read if the ops `low` run low."""
-    return sum(
-        (section.rewritten.low if row.name in names else HIGH_DTYPE).itemsize
-        * row.reads
-        for section, names in zip(sections, low, strict=True)
-        for row in section.ops
-        if row.trains
-    )
+    """Bytes of the values that the backward may read if the ops `low` run low.
+
+    A value counts once in each precision in which ops read it, however many do. Weights
+    are in memory in any case, and their copies are counted by themselves.
+    """
+    kept = 0
+    for section, names in zip(sections, low, strict=True):
+        facts = section.rewritten.facts
+        weights = {facts.nodes[weight].storage for weight in facts.weights}
+        sizes: dict[tuple[int, bool], int] = {}
+        for row in section.ops:
+            for operand in facts.nodes[row.name].operands if row.trains else ():
+                value = facts.nodes[operand.value]
+                if value.storage not in weights:
+                    key = value.storage, row.name in names
+                    sizes[key] = max(sizes.get(key, 0), value.numel)
+        itemsizes = HIGH_DTYPE.itemsize, section.rewritten.low.itemsize
+        kept += sum(size * itemsizes[is_low] for (_, is_low), size in sizes.items())
+    return kept
 
 
 def _launches(section: Section) -> int:
@@ -686,6 +697,46 @@ def coverage_of(
     return Coverage(*calls, flops, low_flops, len(not_captured(skipped)))
 
 
+@dataclass(frozen=True)
+class StepMemory:
+    """What a training step holds in memory at some time, in bytes.
+
+    No schedule is simulated: the sum is the most that these can come to.
+
+    Attributes:
+        weights: parameters and buffers.
+        copies: the low copies of weights.
+        gradients: one for each weight that is trained.
+        kept: what autograd keeps for the backward, without weights and copies.
+        is_counted: whether `kept` was counted on the graphs that run; otherwise it is
+            the most that it can be.
+    """
+
+    weights: int
+    copies: int
+    gradients: int
+    kept: int
+    is_counted: bool
+
+    @property
+    def states(self) -> dict[str, int]:
+        """The state of an optimizer, by its class: so many numbers for each gradient's.
+
+        Counts of steps are left out.
+        """
+        one = self.gradients
+        return {"Adam": 2 * one, "SGD with momentum": one, "SGD": 0}
+
+    def total(self, optimizer: str) -> int:
+        """All of it together, with the state of one of the `states`."""
+        there = self.weights + self.copies + self.gradients + self.kept
+        return there + self.states[optimizer]
+
+    def figures(self) -> dict[str, Any]:
+        """Every figure by its name."""
+        return {**asdict(self), "states": self.states}
+
+
 # -- all together ----------------------------------------------------------------------
 
 
@@ -704,6 +755,7 @@ class Document:
     ranges: Mapping[str, Range] = field(default_factory=dict)
     explained_for: str = ""
     updates: Sequence[UpdateShare] = ()
+    memory: StepMemory | None = None
 
     @cached_property
     def sections(self) -> tuple[Section, ...]:

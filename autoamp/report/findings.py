@@ -76,7 +76,7 @@ def gains_of(found: Headline, low: str) -> tuple[str, list[tuple[str, ...]], str
         rows.append((work, *(seconds_text(each or 0.0) for each in times)))
     if found.trains:
         sizes = (found.kept_fp32, found.kept_autocast, found.kept)
-        rows.append(("values kept for the backward", *map(bytes_text, sizes)))
+        rows.append(("values the backward may read", *map(bytes_text, sizes)))
     if found.speed_up is not None:
         sentence = (
             f"{found.speed_up:.2f} times as fast as fp32, "
@@ -91,6 +91,29 @@ def gains_of(found: Headline, low: str) -> tuple[str, list[tuple[str, ...]], str
             f"runs only because of {forced}."
         )
     return f"What it should gain here{source}", rows, sentence
+
+
+def memory_text(report: Document) -> str:
+    """The memory of a training step in two sentences, "" where it is not known."""
+    found = report.memory
+    if found is None:
+        return ""
+    usual, *others = found.states
+    parts = {
+        "weights": found.weights,
+        f"copies in {report.compute_dtype}": found.copies,
+        "gradients": found.gradients,
+        f"state of {usual}": found.states[usual],
+        f"kept for the backward{'' if found.is_counted else ', at most'}": found.kept,
+    }
+    held = " + ".join(f"{bytes_text(n)} ({name})" for name, n in parts.items() if n)
+    less = " and ".join(
+        f"{bytes_text(found.total(name))} with {name}" for name in others
+    )
+    return (
+        f"Memory of a training step with {usual}: {bytes_text(found.total(usual))} = "
+        f"{held}. It is {less}."
+    )
 
 
 def runs_low(report: Document, low: str) -> Iterator[str]:

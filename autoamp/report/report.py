@@ -46,6 +46,8 @@ class Report(Document):
             model is converted.
         updates: for each kind of half-precision weights without fp32 masters, the share
             of the optimizer's updates that moves them; sampled while the model trains.
+        memory: the memory of a training step; None where `explain` did not make the
+            report, or the call has no backward.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())

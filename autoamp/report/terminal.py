@@ -46,6 +46,7 @@ from autoamp.report.findings import (
     because_of,
     gains_of,
     kernels_text,
+    memory_text,
     runs_low,
     update_text,
 )
@@ -121,6 +122,8 @@ def _gains(report: Document, low: str) -> Iterator[RenderableType]:
             table.add_row(*row)
         yield Padding(table, (0, 0, 0, 2))
     yield _line(sentence)
+    if memory := memory_text(report):
+        yield _line(memory)
     if rows:
         yield _line(FOOTNOTE)
 
@@ -494,7 +497,7 @@ def _prediction(report: Document) -> Iterator[RenderableType]:
     )
     if headline.trains:
         yield _line(
-            f"Values kept for the backward: {bytes_text(headline.kept)} instead of "
+            f"Values that the backward may read: {bytes_text(headline.kept)} instead of "
             f"{bytes_text(headline.kept_fp32)}."
         )
     yield _line(because_of(report))

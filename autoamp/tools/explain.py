@@ -7,6 +7,7 @@ through the pass, and the call runs the graphs as they were captured, in fp32.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from autoamp.runtime.eligible import choose_precision, parameters_of
 from autoamp.runtime.examine import checked_model, examined, on_the_models_device
 from autoamp.runtime.kept import capture_now
 from autoamp.tools.named import given
+from autoamp.tools.step_memory import memory_of_step
 from autoamp.training.options import Options
 
 
@@ -53,7 +55,11 @@ def explain_model(
     asked = None if device is None else named_device(device, low)
     with examined(model, options, low, asked) as (twin, engine):
         capture_now(twin, args, kwargs, weights=True)
-    return report_of(engine.record, model, (asked or _own_device(model, low)).name)
+    # Dynamo may begin a frame anew after it has captured a graph, which never runs.
+    graphs = engine.record.graphs
+    graphs[:] = [each for each in graphs if each.runs] or graphs
+    found = report_of(engine.record, model, (asked or _own_device(model, low)).name)
+    return replace(found, memory=memory_of_step(model, found))
 
 
 def _own_device(model: nn.Module, low: torch.dtype) -> Device:

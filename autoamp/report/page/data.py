@@ -47,7 +47,14 @@ from autoamp.messages import (
 )
 from autoamp.passes.rows import FP32, CastRow, OpRow, Section
 from autoamp.report.figures import Document, Headline, Island, stayed_groups
-from autoamp.report.findings import ERROR, FOOTNOTE, WAYS, gains_of, runs_low
+from autoamp.report.findings import (
+    ERROR,
+    FOOTNOTE,
+    WAYS,
+    gains_of,
+    memory_text,
+    runs_low,
+)
 from autoamp.report.page.costs import changes_of, costs_of_boxes
 from autoamp.report.page.drawing import Drawing
 from autoamp.report.terminal import cost_text
@@ -111,7 +118,7 @@ def _answers(report: Document, advice: Sequence[str]) -> dict[str, Any]:
             "title": title,
             "columns": list(WAYS),
             "rows": [list(row) for row in rows],
-            "sentence": sentence,
+            "sentence": f"{sentence} {memory_text(report)}".strip(),
             "footnote": FOOTNOTE if rows else "",
             "error": ERROR,
         },
@@ -161,7 +168,7 @@ def _before(found: Headline) -> list[dict[str, str]]:
         figures.append(_figure(time, work, "in fp32, predicted"))
     if found.trains:
         kept = bytes_text(found.kept_fp32)
-        figures.append(_figure(kept, "kept for the backward", "in fp32"))
+        figures.append(_figure(kept, "that the backward may read", "in fp32"))
     return [*figures, _figure("none", "error of rounding", "all is fp32")]
 
 
@@ -176,7 +183,7 @@ def _after(found: Headline) -> list[dict[str, str]]:
     if found.trains:
         beside = f"torch.autocast {bytes_text(found.kept_autocast)}, predicted"
         kept = bytes_text(found.kept)
-        figures.append(_figure(kept, "kept for the backward", beside))
+        figures.append(_figure(kept, "that the backward may read", beside))
     measured = "compare() measures it"
     return [*figures, _figure("—", "error of rounding", measured)]
 
