@@ -497,8 +497,8 @@ def _prediction(report: Document) -> Iterator[RenderableType]:
     )
     if headline.trains:
         yield _line(
-            f"Values that the backward may read: {bytes_text(headline.kept)} instead of "
-            f"{bytes_text(headline.kept_fp32)}."
+            f"Values that the backward may read: {bytes_text(headline.kept)} instead "
+            f"of {bytes_text(headline.kept_fp32)}."
         )
     yield _line(because_of(report))
 

@@ -55,7 +55,7 @@ def memory_of_step(model: nn.Module, report: Document) -> StepMemory | None:
 
 def _parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """What this rank holds of tensors, some of which may be DTensors."""
-    # Of a DTensor the local part: a plain tensor, which does not say that it is trained.
+    # The local part of a DTensor does not say whether the DTensor is trained.
     return [
         compat.local_part(each).detach().requires_grad_(each.requires_grad)
         for each in tensors
@@ -90,7 +90,8 @@ def _kept_for_backward(
         frozen: the paths of the parameters that are not trained.
     """
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
-    inputs, weights = [], []
+    inputs: list[Any] = []
+    weights = []
     for node in gm.graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
