@@ -28,7 +28,7 @@ from autoamp.passes.see.nodes import graph_paths
 from autoamp.report.report import Report
 from autoamp.report.reporting import report_on
 from autoamp.runtime.conversion import conversion_of
-from autoamp.runtime.convert import convert_for_training, revert_model
+from autoamp.runtime.convert import convert_model, revert_model
 from autoamp.runtime.eligible import choose_graph_precision, fits, unfitting
 from autoamp.runtime.examine import call_keywords, options_for
 from autoamp.tools.bench import Bench
@@ -175,7 +175,7 @@ def convert(
             "rounds at each cast anyway",
         )
     optimizers = _checked_optimizers(optimizer, model)
-    convert_for_training(model, chosen, optimizers, example_inputs)
+    convert_model(model, chosen, optimizers, example_inputs)
     return model if optimizer is None else (model, optimizer)
 
 

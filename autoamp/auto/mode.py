@@ -27,11 +27,12 @@ from autoamp.runtime.children import (
 from autoamp.runtime.compile_backend import GraphBackend
 from autoamp.runtime.conversion import conversion_of, disown, models_of
 from autoamp.runtime.convert import convert_model, revert_model
-from autoamp.runtime.eligible import choose_precision
+from autoamp.runtime.eligible import choose_precision, parameters_of
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.program import disabled
 from autoamp.training import foreign
-from autoamp.training.attach import retire
+from autoamp.training.attach import guard_half, retire
+from autoamp.training.masters import has_half
 from autoamp_heat import HOT, Heat, mode_of, opaque
 
 logger = logging.getLogger(__name__)
@@ -291,6 +292,9 @@ class AutomaticMode:
         state = conversion_of(target)
         if state is not None and state.engine is not None:
             self._engines.add(state.engine)
+        elif state is not None and has_half(parameters_of(inside(target))):
+            # Before its first call: its first step may be skipped, too.
+            guard_half(inside(target), options, automatic=True)
 
 
 def _in_fp32(original: Call) -> Call:

@@ -136,7 +136,9 @@ def surround_calls(ids: Iterable[int], around: Around) -> None:
 
 def end_surround(around: Around) -> None:
     """Has `around` surround no calls any more."""
-    for key in [key for key, each in list(_AROUND.items()) if each is around]:
+    # Not `list(_AROUND.items())`: it makes tuples one by one, so that a collection may
+    # free a model in between, whose end changes the table.
+    for key in [key for key, each in _AROUND.copy().items() if each is around]:
         _AROUND.pop(key, None)
     _end_reading()
 
@@ -177,7 +179,7 @@ def end_watch(told: Listener, ids: Iterable[int] | None = None) -> None:
         ids: the `id`s of the modules it hears no more of; None for all.
     """
     if ids is None:
-        ids = [key for key, each in list(_GROWING.items()) if each is told]
+        ids = [key for key, each in _GROWING.copy().items() if each is told]
     ids = [*ids]
     for key in ids:
         if _GROWING.get(key) is told:

@@ -68,9 +68,7 @@ def choose(module: nn.Module) -> Choice:
         return Choice()
     # A lone layer is not searched for: a script may call thousands of them.
     alone = _is_lone_layer(target)
-    engine = foreign.engine_inside(target) or (
-        not alone and foreign.engine_around(target)
-    )
+    engine = foreign.engine_of(target, around=not alone)
     if engine:
         return Choice(left_to=engine)
     if _replaces_itself(target):

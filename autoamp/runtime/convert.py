@@ -9,10 +9,11 @@ weights; everything else about the model is untouched.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,12 +48,10 @@ from autoamp.runtime.entry import Entry
 from autoamp.runtime.kept import capture_now
 from autoamp.runtime.program import STATE
 from autoamp.runtime.record import Record, Skipped
-from autoamp.training import foreign
 from autoamp.training.attach import (
     attached,
     detach_from,
     end_scaling,
-    guard_captured,
     guard_half,
     introduce,
     new_scaling,
@@ -79,6 +78,7 @@ class Decision:
         low: the compute dtype; None where the model is not converted.
         why_not: why it is not.
         scale: the loss scale to begin with.
+        trains_half: whether the model has half-precision weights that are trained.
         notes: how a half-precision model is trained; empty for other models.
     """
 
@@ -87,6 +87,7 @@ class Decision:
     low: torch.dtype | None
     why_not: str
     scale: LossScale
+    trains_half: bool
     notes: tuple[Skipped, ...]
 
     @property
@@ -98,16 +99,17 @@ class Decision:
 def convert_model(
     model: nn.Module,
     options: Options,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
     example_inputs: tuple[Any, ...] | None = None,
     *,
-    masters: bool = False,
     automatic: bool = False,
     on_capture: Callable[[Engine], None] | None = None,
 ) -> nn.Module:
-    """Converts `model` in place; see `autoamp.convert`.
+    """Converts the model in place and takes its optimizers, both or neither.
+
+    See `autoamp.convert`.
 
     Args:
-        masters: whether half-precision parameters are trained with fp32 master weights.
         automatic: whether the automatic mode found the model; no user named it.
         on_capture: as for `Engine`.
 
@@ -117,61 +119,44 @@ def convert_model(
     """
     if example_inputs is not None and not isinstance(example_inputs, tuple):
         raise OptionError("example_inputs must be a tuple of the model's arguments")
+    # Masters live beside an optimizer: without one nobody would step them.
+    masters = bool(optimizers) and options.masters != "off"
     decided = decide(model, options, masters=masters)
-    if decided.low is None:
-        _decline(decided, automatic)
-    else:
-        engine = _engine(decided, decided.low, automatic)
-        engine.on_capture = on_capture
-        _install(decided, engine, example_inputs)
-        if has_half(parameters_of(decided.model)):
-            guard_captured(decided.model, engine.record.scaling)
+    # An optimizer with a state that does not fit raises before the model is changed.
+    with (
+        attached(optimizers) as boundaries,
+        _in_force(decided, automatic=automatic) as engine,
+    ):
+        scaling, trains_half = None, any(has_half(each.params) for each in boundaries)
+        if engine is not None:
+            scaling, engine.on_capture = engine.record.scaling, on_capture
+            trains_half = decided.trains_half
+            if example_inputs is not None:
+                capture_now(decided.model, example_inputs)
+        if trains_half:
+            scaling = guard_half(decided.model, options, scaling)
+        for boundary in boundaries:
+            introduce(boundary, decided.model, options, scaling)
     return decided.model
-
-
-def convert_for_training(
-    model: nn.Module,
-    options: Options,
-    optimizers: Sequence[torch.optim.Optimizer],
-    example_inputs: tuple[Any, ...] | None,
-) -> None:
-    """Converts the model and takes its optimizers, both or neither."""
-    fresh = conversion_of(model) is None
-    # The boundaries come first: an optimizer that was loaded with a state that does not
-    # fit raises before anything of the model is changed.
-    with attached(optimizers) as boundaries:
-        # Masters live beside an optimizer: without one nobody would step them.
-        masters = bool(optimizers) and options.masters != "off"
-        convert_model(model, options, example_inputs, masters=masters)
-        state = conversion_of(model)
-        engine = None if state is None else state.engine
-        scaling = None if engine is None else engine.record.scaling
-        try:
-            for boundary in boundaries:
-                introduce(boundary, model, options, scaling)
-        except BaseException:  # such as a loaded state that does not fit
-            if fresh:
-                revert_model(model)
-            raise
 
 
 def decide(model: nn.Module, options: Options, *, masters: bool = False) -> Decision:
     """Decides whether and how to convert a model, which is not changed.
+
+    Args:
+        masters: whether half-precision weights are trained with fp32 master weights.
 
     Raises:
         UnsupportedModelError: `model` is not a module, or cannot be captured.
         OptionError: a pattern of `keep=` cannot be used.
     """
     model = compat.inside_wrappers(model)
-    reason = unsupported(model)
-    # This is a search through all objects of the process, and comes last.
-    if not reason and (engine := foreign.engine_around(model)):
-        reason = f"{class_name(model)} cannot be converted. {engine}"
-    if reason:
+    if reason := unsupported(model, around=True):
         raise UnsupportedModelError(reason)
     low, why_not = choose_precision(model, options)
     own = own_precision(model) if masters else None
     options, label = for_model(model, options, low), class_name(model)
+    trains_half = has_half(parameters_of(model))
     # Gradients have the dtype of their weights: the narrowest range decides.
     narrowest = min(filter(None, (own, low)), key=largest, default=UNSCALED)
     scale = resolve_loss_scale(options.loss_scale, narrowest)
@@ -183,10 +168,57 @@ def decide(model: nn.Module, options: Options, *, masters: bool = False) -> Deci
         kept = f"keeps its {short_name(own)} parameters"
         why = f"{kept}; its optimizer steps fp32 master weights"
         notes = (Skipped(label, why),)
-    return Decision(model, options, low, why_not, scale, notes)
+    return Decision(model, options, low, why_not, scale, trains_half, notes)
 
 
-def _engine(decided: Decision, low: torch.dtype, automatic: bool) -> Engine:
+@contextlib.contextmanager
+def _in_force(decided: Decision, *, automatic: bool) -> Iterator[Engine | None]:
+    """A region with the model as decided; a region that raises leaves it as it was.
+
+    Yields the engine of the model's graphs, or None where the model is not converted.
+    """
+    model = decided.model
+    if decided.low is None:
+        _decline(decided, automatic=automatic)
+        engine = before = None
+    else:
+        engine = _engine(decided, decided.low, automatic=automatic)
+        state = _state_of(model)
+        before = state.call
+        state.call = Entry(engine, type(model), of_class=state.previous is None)
+        # Before any graph is captured: a graph's copies are kept only of memory that
+        # torch can watch.
+        own_loaded_weights(model)
+        watch(model)
+    with contextlib.ExitStack() as undo:
+        if before is None:
+            undo.callback(revert_model, model)
+        else:  # a model that was converted before keeps that conversion
+            undo.callback(setattr, state, "call", before)
+        yield engine
+        undo.pop_all()
+    if engine is not None:
+        DECLINED.pop(model, None)
+        low = short_name(engine.record.low)
+        logger.debug("autoamp: %s will be converted to %s", decided.label, low)
+
+
+def _decline(decided: Decision, *, automatic: bool) -> None:
+    """Logs why a model is not converted, and reverts an earlier conversion."""
+    model, label, notes = decided.model, decided.label, [*decided.notes]
+    if notes:
+        logger.info("autoamp: %s %s", label, notes[0].why)
+    else:
+        text = f"autoamp: {label} {not_converted(decided.why_not)}"
+        level = logging.WARNING
+        if automatic and NAME_IT in text:  # its optimizer is found, and then said
+            text, level = text.replace(NAME_IT, ""), logging.INFO
+        log_once(logger, level, text, of=model)
+    revert_model(model, optimizers=not notes)
+    DECLINED[model] = Conversion(declined=notes or [Skipped(label, decided.why_not)])
+
+
+def _engine(decided: Decision, low: torch.dtype, *, automatic: bool) -> Engine:
     """The engine of a model's graphs, with the record and the loss scaling."""
     options, label = decided.options, decided.label
     scaling = new_scaling(
@@ -203,34 +235,8 @@ def _engine(decided: Decision, low: torch.dtype, automatic: bool) -> Engine:
     return Engine(options, record)
 
 
-def _install(
-    decided: Decision, engine: Engine, example_inputs: tuple[Any, ...] | None
-) -> None:
-    """Has the calls of the model run under `engine`; changes nothing if it raises."""
-    model = decided.model
-    state, fresh = _state_of(model)
-    before = state.call
-    state.call = Entry(engine, type(model), of_class=state.previous is None)
-    # Before any graph is captured: a graph's copies are kept only of memory that torch
-    # can watch.
-    own_loaded_weights(model)
-    watch(model)
-    if example_inputs is not None:
-        try:
-            capture_now(model, example_inputs)
-        except BaseException:
-            state.call = before
-            # A model that was converted before keeps that conversion.
-            if fresh:
-                revert_model(model)
-            raise
-    DECLINED.pop(model, None)
-    low = short_name(engine.record.low)
-    logger.debug("autoamp: %s will be converted to %s", decided.label, low)
-
-
-def _state_of(model: nn.Module) -> tuple[Conversion, bool]:
-    """The state on a model, and whether it is new: the model was not converted."""
+def _state_of(model: nn.Module) -> Conversion:
+    """The state on a model; without a `call` if the model was not converted."""
     state = model.__dict__.get(STATE)
     if isinstance(state, Conversion):
         # Its `forward` was replaced, or it was captured as a part of another model.
@@ -238,26 +244,8 @@ def _state_of(model: nn.Module) -> tuple[Conversion, bool]:
             revert_model(model, optimizers=False)
         else:
             _revert_parts(model)
-            return state, False
-    return install(model), True
-
-
-def _decline(decided: Decision, automatic: bool) -> None:
-    """Logs why a model is not converted, and reverts an earlier conversion."""
-    model, label, notes = decided.model, decided.label, [*decided.notes]
-    if notes:
-        logger.info("autoamp: %s %s", label, notes[0].why)
-    else:
-        text = f"autoamp: {label} {not_converted(decided.why_not)}"
-        level = logging.WARNING
-        if automatic and NAME_IT in text:  # its optimizer is found, and then said
-            text, level = text.replace(NAME_IT, ""), logging.INFO
-        log_once(logger, level, text, of=model)
-    revert_model(model, optimizers=not notes)
-    DECLINED[model] = Conversion(declined=notes or [Skipped(label, decided.why_not)])
-    # Before its first call: its first step may be skipped, too.
-    if automatic and has_half(parameters_of(model)):
-        guard_half(model, decided.options, automatic=True)
+            return state
+    return install(model)
 
 
 def _models_of(scaling: ModelScaling) -> list[nn.Module]:
@@ -333,20 +321,23 @@ def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:
             f"revert() takes a torch.nn.Module, not {type(model).__name__}"
         )
     model = compat.inside_wrappers(model)
-    if conversion_of(model) is not None and optimizers:
+    state, scaling = model.__dict__.get(STATE), None
+    if isinstance(state, Conversion):
+        _revert_parts(model)
+    was_asked = conversion_of(model) is not None
+    DECLINED.pop(model, None)
+    if isinstance(state, Conversion):
+        SHARDED.forget(model)
+        call, state.call = state.call, None
+        if call is not None and all(e.engine is not call.engine for e in CONVERSIONS):
+            scaling = call.engine.record.scaling
+        if state.bound is None or model.__dict__.get("forward") == state.bound:
+            uninstall(model)
+    if was_asked and optimizers:
         detach_from(model)
         unguard_half(model)
-    DECLINED.pop(model, None)
-    state = model.__dict__.get(STATE)
-    if not isinstance(state, Conversion):
-        return model
-    _revert_parts(model)
-    SHARDED.forget(model)
-    call, state.call = state.call, None
-    if call is not None and all(e.engine is not call.engine for e in CONVERSIONS):
-        end_scaling(call.engine.record.scaling)
-    if state.bound is None or model.__dict__.get("forward") == state.bound:
-        uninstall(model)
+    if scaling is not None:
+        end_scaling(scaling)
     return model
 
 

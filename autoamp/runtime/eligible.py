@@ -45,11 +45,14 @@ def _parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return [*{id(parameter): parameter for parameter in every}.values()]
 
 
-def unsupported(model: Any, *, needs_data: bool = True) -> str | None:
+def unsupported(
+    model: Any, *, needs_data: bool = True, around: bool = False
+) -> str | None:
     """Why `model` cannot be converted, with what to do instead; None if it can.
 
     Args:
         needs_data: whether a model on the meta device cannot be converted.
+        around: whether a model inside an engine of another library cannot, either.
     """
     if not isinstance(model, nn.Module):
         return (
@@ -67,9 +70,6 @@ def unsupported(model: Any, *, needs_data: bool = True) -> str | None:
             f"{name} is already compiled; convert the model inside it "
             "(model._orig_mod) and compile the result, or pass backend='inductor'"
         )
-    engine = foreign.engine_inside(model)
-    if engine:
-        return f"{name} cannot be converted. {engine}"
     if not any(map(_has_forward, compat.modules_of(model))):
         return (
             f"{name} has no forward, and no module in it has one, so that there is no "
@@ -81,7 +81,9 @@ def unsupported(model: Any, *, needs_data: bool = True) -> str | None:
             f"{path} of {name} is on the meta device and holds no data; load the "
             "weights first (model.to_empty(device=...), then load_state_dict)"
         )
-    return None
+    # The engine around a model is searched for among all objects, and comes last.
+    engine = foreign.engine_of(model, around=around)
+    return f"{name} cannot be converted. {engine}" if engine else None
 
 
 def _has_forward(module: nn.Module) -> bool:

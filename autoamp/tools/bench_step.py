@@ -21,7 +21,7 @@ from autoamp.dtypes import needs_loss_scale
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.messages import class_name, printable_line
 from autoamp.passes.speeds.clock import finish
-from autoamp.runtime.convert import convert_for_training, convert_model, revert_model
+from autoamp.runtime.convert import convert_model, revert_model
 from autoamp.runtime.stand_in import (
     Call,
     LossFn,
@@ -234,7 +234,7 @@ class Running:
                 )
             self._optimizer = task.make_optimizer(trained)
             if way.kind == "autoamp" and way.arrived:  # whose weights have masters
-                convert_for_training(self.model, way.options, [self._optimizer], None)
+                convert_model(self.model, way.options, [self._optimizer])
             if way.kind == "autocast" and needs_loss_scale(way.low):
                 self._scaler = torch.amp.GradScaler(self.device.type)
         self.ready = True

@@ -209,7 +209,7 @@ def introduce(
     """Links the boundary of an optimizer to the model that the optimizer trains.
 
     Args:
-        scaling: the scaling of the model's conversion; None if it was not converted.
+        scaling: the scaling that guards the model; None without one.
     """
     if options.masters == "off":
         decline_masters(boundary)
@@ -219,8 +219,6 @@ def introduce(
     without = boundary.masters is None or boundary.masters.cannot
     if without and has_half(boundary.params):
         meter_of(boundary.optimizer)
-    if scaling is None and has_half(boundary.params):
-        scaling = guard_half(model, options)
     if scaling is not None:
         boundary.link(scaling)
 
@@ -562,55 +560,53 @@ def new_scaling(
 
 
 def guard_half(
-    model: torch.nn.Module, options: Options, *, automatic: bool = False
+    model: torch.nn.Module,
+    options: Options,
+    scaling: ModelScaling | None = None,
+    *,
+    automatic: bool = False,
 ) -> ModelScaling:
-    """Guards the steps of a half-precision model that no graph of ours runs.
+    """Guards the steps of a model that trains half-precision weights.
 
     A model has one such scaling, whatever optimizers train it.
 
     Args:
+        scaling: the scaling of a model that is captured; where its graphs would not
+            pay, the model runs its own code as if it had none.  None where no graph of
+            ours runs the model.
         automatic: whether the automatic mode found the model; no user named it.
     """
     known = (halves.guards_around if automatic else halves.guards)(model)
-    if known is not None:
+    if scaling is not None:
+        if known is not None and known.low is None:
+            for boundary in [each for each in boundaries() if known in each.scalings]:
+                boundary.link(scaling)
+                boundary.scalings.remove(known)
+            _found.discard(known)
+            end_scaling(known)
+    elif known is not None:
         if not automatic:
             _found.discard(known)
             guard.begin(known, options)
         return known
-    # The scaling lives as long as the model, and must not keep the model alive.
-    ref = weakref.ref(model)
+    else:
+        # The scaling lives as long as the model, and must not keep the model alive.
+        ref = weakref.ref(model)
 
-    def alive(_: ModelScaling) -> list[torch.nn.Module]:
-        return [each for each in [ref()] if each is not None]
+        def alive(_: ModelScaling) -> list[torch.nn.Module]:
+            return [each for each in [ref()] if each is not None]
 
-    scaling = new_scaling(
-        options, NoLossScale(), class_name(model), alive, automatic=automatic
-    )
+        label = class_name(model)
+        scaling = new_scaling(options, NoLossScale(), label, alive, automatic=automatic)
+        if automatic:
+            _found.add(scaling)
     scaling.ledger.note_low()
     halves.begin(model, scaling)
-    if automatic:
-        _found.add(scaling)
     return scaling
 
 
-def guard_captured(model: torch.nn.Module, scaling: ModelScaling) -> None:
-    """Guards a model that is captured now, and trains some half-precision weights.
-
-    Where its graphs would not pay, the model runs its own code as if it had none.
-    """
-    scaling.ledger.note_low()
-    known = halves.guards(model)
-    if known is not None and known.low is None:
-        for boundary in [each for each in boundaries() if known in each.scalings]:
-            boundary.link(scaling)
-            boundary.scalings.remove(known)
-        _found.discard(known)
-        end_scaling(known)
-    halves.begin(model, scaling)
-
-
 def unguard_half(model: torch.nn.Module) -> None:
-    """Undoes `guard_captured`, and `guard_half` for a model that the user has named."""
+    """Undoes `guard_half` for a model that is captured, or that the user has named."""
     scaling = halves.guards(model)
     if scaling is not None and scaling.low is not None:
         halves.end(model)

@@ -74,14 +74,18 @@ _DEEPEST = 16
 """How many frames are searched for the engine that takes a step."""
 
 
-def engine_inside(model: nn.Module) -> str:
+def engine_of(model: nn.Module, *, around: bool) -> str:
     """Why `model` is left to another library's engine, with what to do, or "".
 
     A model is left alone if it is an engine or if an engine is inside it.
+
+    Args:
+        around: whether it is also left alone if it is inside an engine.
     """
     if not _loaded():
         return ""
-    return next((_why_left(type(each)) for each in _engines_in(model)), "")
+    inside = next((_why_left(type(each)) for each in _engines_in(model)), "")
+    return inside or (engine_around(model) if around else "")
 
 
 def engine_around(module: nn.Module) -> str:
