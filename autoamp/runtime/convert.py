@@ -136,7 +136,8 @@ def convert_model(
         if trains_half:
             scaling = guard_half(decided.model, options, scaling)
         for boundary in boundaries:
-            introduce(boundary, decided.model, options, scaling)
+            # With its wrapper: DDP says in which dtype it reduces gradients.
+            introduce(boundary, model, options, scaling)
     return decided.model
 
 
