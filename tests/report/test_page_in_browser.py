@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import autoamp
-from benchmarks.browser import Browser, browsing, executable
+from tests.report.browser import Browser, browsing, executable
 from tests.report.page_models import EVIL, Embedded, ResNet, explained, layers_report
 from tests.says import says
 
