@@ -139,7 +139,7 @@ check-wheel: ## Install the wheel into an empty environment, and try it there
 	build/wheel/venv/bin/python -P tests/repository/installed.py
 
 bench: $(VENV)/.ready ## Time fp32, torch.autocast and autoamp side by side
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.training
 
 # With the torch that is there, since a machine with a GPU may have no network: `.venv` is
 # used where it exists.  `make gpu PIECES="tests training"` runs some pieces only.

@@ -41,9 +41,8 @@ _IMPORT = 2.0
 _CAPTURE, _CAPTURED_MODULE = 0.2, 0.02
 """Seconds for a capture: in any case, and for each call of a module inside.
 
-`python -m benchmarks.first_call` measures captures: benchmarks/results/first_call.md
-has 0.13 to 0.16 s for recurrent layers, and 2.2 s for GPT-2's twelve layers, which are
-some 150 modules.
+benchmarks/results/first_call.md has captures of 0.13 to 0.16 s for recurrent layers,
+and of 2.2 s for GPT-2's twelve layers, which are some 150 modules.
 """
 
 _FLOPS = {"cpu": 1e11, "cuda": 2e13}

@@ -2,37 +2,46 @@
 
 Each model runs in a process of its own; a finished one is skipped unless `--again`.
 
-`--by-op NAME` prints the bytes of one model operator by operator, autocast and autoamp
-side by side: what to fuse is at the top.
+`--zoo` measures the models of tests/zoo.  `--by-op NAME` prints the bytes of one model
+operator by operator, autocast and autoamp side by side: what to fuse is at the top.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import argparse
+import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from autoamp.tools.count import Phase
+from autoamp.passes.check.saved import saved_bytes
+from autoamp.tools.count import CountingMode, Phase
 
-from . import processes, report
-from .bars import bytes_svg
-from .bytes_step import WARM_UP, WAYS, count_step
-from .models import PAPER, WRITTEN, case_of, zoo
-from .processes import Row, failures, mean, new_row, ratio
+from . import processes, report, training
+from .metrics import ModelCase
+from .models import MICRO, ZOO, case_of
+from .processes import Row, mean, new_row, ratio
 from .report import said
 from .setting import Setting
-from .traffic import Line, Traffic, is_cast
-from .ways import CPU_BF16
+from .traffic import Traffic, TrafficMode, is_cast
+from .training import case_in
+from .ways import CPU_BF16, Prepared, low_way, prepared
+
+WARM_UP = 2
+"""Steps before the counted one: the first captures, and an optimizer follows each."""
 
 KINDS = ("step", "forward", "saved")
 """The figures of which the table gives the ratio of autoamp to autocast."""
 
-HEADER = (
-    "model",
-    *(f"{way}, MB" for way in WAYS),
-    *(f"autoamp / autocast, {kind}" for kind in KINDS),
-)
+
+def ways(setting: Setting) -> tuple[str, ...]:
+    """The columns of the table."""
+    return ("fp32", "autocast", "autoamp", low_way(setting))
+
 
 NOTE = f"""\
 Bytes that kernels read and write in one training step, forward and backward, without
@@ -53,56 +62,114 @@ autocast and 421 MB by autoamp, so that a convolutional net slightly above 1 her
 fewer bytes in fact."""
 
 
-def measured(name: str, _: Setting = CPU_BF16) -> Row:
+@dataclass(frozen=True)
+class StepCount:
+    """What one training step came to.
+
+    `refreshed` counts low copies of weights that were made equal to their weights in
+    the counted step: after an optimizer step all of them, and their bytes are in the
+    forward's.  `saved` is the bytes saved for the backward.
+    """
+
+    traffic: Traffic
+    saved: int
+    refreshed: int
+    loss: float
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures of the table, as JSON holds them."""
+        lines = self.traffic.by_line()
+        return {
+            "step": self.traffic.bytes(),
+            "forward": self.traffic.bytes("forward"),
+            "backward": self.traffic.bytes("backward"),
+            "casts": sum(n for line, n in lines.items() if is_cast(line)),
+            "saved": self.saved,
+            "refreshed": self.refreshed,
+            "loss": self.loss,
+        }
+
+
+def count_step(case: ModelCase, way: str, setting: Setting = CPU_BF16) -> StepCount:
+    """Bytes of a training step of `case`, run in one of the `ways`.
+
+    The step counted is the one after `WARM_UP` steps, each followed by an optimizer's
+    step, so that copies of weights kept between calls are out of date and are refreshed
+    in it.  The optimizer's own bytes are not counted.  Bytes saved for the backward are
+    those of one more forward on the same batch.
+    """
+    ready = prepared(case, way, setting)
+    parameters = list(ready.model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=1e-6)
+
+    def fresh() -> Prepared:
+        """The model with a batch of its own, which it may write into."""
+        return ready._replace(batch=copy.deepcopy(ready.batch))
+
+    def forward(own: Prepared) -> Any:
+        torch.manual_seed(0)
+        output = own.forward()
+        return case.loss(output), output
+
+    def step(own: Prepared) -> Tensor:
+        value: Tensor = forward(own)[0]
+        value.backward()
+        return value.detach()
+
+    for _ in range(WARM_UP):
+        step(fresh())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    last = fresh()  # the copy of the batch is no part of the step
+    with CountingMode(parameters) as counting, TrafficMode() as mode:
+        loss = step(last)
+    optimizer.zero_grad(set_to_none=True)
+    saved = saved_bytes(partial(forward, fresh()), parameters).total
+    refreshed = counting.counts.refreshed
+    return StepCount(mode.traffic, saved, refreshed, loss.item())
+
+
+def _case(name: str, setting: Setting) -> ModelCase:
+    return case_of(name) if name.startswith("zoo/") else case_in(setting, name)
+
+
+def measured(name: str, setting: Setting = CPU_BF16) -> Row:
     """The figures of one model, way by way; a way that fails has its error instead."""
     row = new_row(name)
-    for way in WAYS:
+    for way in ways(setting):
         torch._dynamo.reset()
         try:
-            row["ways"][way] = count_step(case_of(name), way).as_json()
+            row["ways"][way] = count_step(_case(name, setting), way, setting).as_json()
         except Exception as error:  # noqa: BLE001 - the other ways are still counted
             row["failures"][way] = said(error)
     return row
 
 
-def is_of_the_zoo(row: Row) -> bool:
-    """Whether the model of a row is one of tests/zoo."""
-    return bool(row["name"].startswith("zoo/"))
-
-
-def text(rows: Sequence[Row], _: Setting, machine: str) -> str:
+def text(rows: Sequence[Row], setting: Setting, machine: str) -> str:
     """The page: the paper's models, those with attention written out, and the zoo's."""
     kinds: dict[str, list[Row]] = {"paper": [], "written": [], "zoo": []}
     for row in rows:
-        written = row["name"].endswith("_written")
-        kind = "written" if written else "zoo" if is_of_the_zoo(row) else "paper"
-        kinds[kind].append(row)
-    tables = [table(each) for each in kinds.values() if each]
-    told = ["Not counted:"] * bool(failures(rows))
-    return processes.page(rows, machine, NOTE, *tables, *told)
+        zoo, written = row["name"].startswith("zoo/"), row["name"].endswith("_written")
+        kinds["zoo" if zoo else "written" if written else "paper"].append(row)
+    tables = [table(each, ways(setting)) for each in kinds.values() if each]
+    return processes.page(rows, machine, NOTE, *tables)
 
 
-def plot(rows: Sequence[Row]) -> str:
-    """The plot of the paper's models and of the zoo's."""
-    zoos = [row for row in rows if is_of_the_zoo(row)]
-    rest = [row for row in rows if row not in zoos]
-    return bytes_svg([r for r in rest if not r["name"].endswith("_written")], zoos)
-
-
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Row], ways: Sequence[str]) -> str:
     """The Markdown table, with the geometric means of its ratios at the foot."""
     cells = [
         [
             row["name"],
-            *(_megabytes(row, way) for way in WAYS),
+            *(_megabytes(row, way) for way in ways),
             *(_ratio(ratio(row, kind)) for kind in KINDS),
         ]
         for row in rows
     ]
     means = [_ratio(mean(rows, kind)) for kind in KINDS]
-    return report.markdown(
-        HEADER, [*cells, ["geometric mean", *("" for _ in WAYS), *means]]
-    )
+    header = ("model", *(f"{way}, MB" for way in ways))
+    header += tuple(f"autoamp / autocast, {kind}" for kind in KINDS)
+    foot = ["geometric mean", *("" for _ in ways), *means]
+    return report.markdown(header, [*cells, foot])
 
 
 def _ratio(value: float | None) -> str:
@@ -119,7 +186,7 @@ def _in_mb(count: float) -> str:
 
 
 def _brief(row: Row) -> str:
-    figures = ", ".join(f"{way} {_megabytes(row, way)}" for way in WAYS)
+    figures = ", ".join(f"{way} {_megabytes(row, way)}" for way in row["ways"])
     failures = "".join(f"; {way}: {why}" for way, why in row["failures"].items())
     return f"{figures} MB; autoamp / autocast {_ratio(ratio(row, 'step'))}{failures}"
 
@@ -128,79 +195,46 @@ BESIDE = ("autocast", "autoamp")
 """The two ways that `--by-op` sets side by side."""
 
 PHASES: tuple[Phase, ...] = ("forward", "backward")
+TOP = 25
 
 
-def by_op(name: str, top: int, dtypes: bool = True) -> str:
-    """Bytes of one model by operator: a table of the `top` that move the most."""
-    counts = {way: count_step(case_of(name), way) for way in BESIDE}
-    grouped = {way: _grouped(c.traffic, dtypes) for way, c in counts.items()}
-    calls = {way: _grouped_calls(c.traffic, dtypes) for way, c in counts.items()}
-    ours, theirs = grouped["autoamp"], grouped["autocast"]
-    order = sorted(ours | theirs, key=lambda k: -max(ours[k], theirs[k]))
-    rows = []
-    for key in order[:top]:
-        both = [f"{grouped[way][key] / 1e6:.1f} ({calls[way][key]})" for way in BESIDE]
-        rows.append([*key, *both, f"{(ours[key] - theirs[key]) / 1e6:+.1f}"])
-    rest = [sum(grouped[way][key] for key in order[top:]) for way in BESIDE]
-    rows.append(["", f"{len(order[top:])} more", "", *_differ(*rest)])
-    for phase in PHASES:
-        totals = [counts[way].traffic.bytes(phase) for way in BESIDE]
-        rows.append([phase, "all", "", *_differ(*totals)])
-    totals = [counts[way].traffic.bytes() for way in BESIDE]
-    rows.append(["step", "all", "", *_differ(*totals)])
-    columns = [f"{way} MB (calls)" for way in BESIDE]
-    header = ("phase", "op", "dtypes", *columns, "difference")
-    return report.markdown(header, rows)
+def by_op(name: str) -> str:
+    """Bytes of one model by operator: a table of the `TOP` that move the most."""
+    counts = [count_step(case_of(name), way).traffic for way in BESIDE]
+    theirs, ours = (traffic.by_line() for traffic in counts)
+    order = sorted(theirs | ours, key=lambda k: -max(ours[k], theirs[k]))
+    rows = [[*line, *_differ(theirs[line], ours[line])] for line in order[:TOP]]
+    rest = [sum(found[line] for line in order[TOP:]) for found in (theirs, ours)]
+    rows.append(["", f"{len(order[TOP:])} more", "", *_differ(*rest)])
+    for phase in (*PHASES, None):
+        totals = [traffic.bytes(phase) for traffic in counts]
+        rows.append([phase or "step", "all", "", *_differ(*totals)])
+    columns = [f"{way}, MB" for way in BESIDE]
+    return report.markdown(("phase", "op", "dtypes", *columns, "difference"), rows)
 
 
 def _differ(theirs: int, ours: int) -> list[str]:
     return [f"{theirs / 1e6:.1f}", f"{ours / 1e6:.1f}", f"{(ours - theirs) / 1e6:+.1f}"]
 
 
-def _key(line: Line, dtypes: bool) -> Line:
-    return line if dtypes or is_cast(line) else line._replace(dtypes="")
+def names(setting: Setting) -> list[str]:
+    """The models that are counted in a setting."""
+    return [name for name in training.names(setting) if name != MICRO.name]
 
 
-def _grouped(traffic: Traffic, dtypes: bool) -> Counter[Line]:
-    found: Counter[Line] = Counter()
-    for line, moved in traffic.by_line().items():
-        found[_key(line, dtypes)] += moved
-    return found
-
-
-def _grouped_calls(traffic: Traffic, dtypes: bool) -> Counter[Line]:
-    found: Counter[Line] = Counter()
-    for line, calls in traffic.calls.items():
-        found[_key(line, dtypes)] += calls
-    return found
-
-
-def names(_: Setting) -> list[str]:
-    """The models of the paper's sizes."""
-    return [case.name for case in (*PAPER, *WRITTEN)]
-
-
-TABLE = processes.ModelTable(
-    "bytes", names, measured, text, _brief, plot, anywhere=False
-)
+TABLE = processes.ModelTable("bytes", names, measured, text, _brief)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures what is asked and not yet there; 1 if a way to run a model failed."""
-    parser = TABLE.parser()
-    parser.add_argument("--zoo", action="store_true", help="the models of tests/zoo")
+    parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--by-op", metavar="NAME", help="one model, by operator")
-    parser.add_argument("--top", type=int, default=25, help="operators of --by-op")
-    parser.add_argument(
-        "--no-dtypes", action="store_true", help="--by-op adds up all dtypes of an op"
-    )
-    given = parser.parse_args(arguments)
+    parser.add_argument("--zoo", action="store_true", help="the models of tests/zoo")
+    given, rest = parser.parse_known_args(arguments)
     if given.by_op:
-        print(by_op(given.by_op, given.top, not given.no_dtypes))
+        print(by_op(given.by_op))
         return 0
-    if given.zoo and not given.names:
-        given.names = [f"zoo/{case.name}" for case in zoo()]
-    return TABLE.run(parser, given)
+    return TABLE.main([*rest, *(f"zoo/{name}" for name in ZOO if given.zoo)])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import statistics
 from html import escape
 
 from . import report, step_times
-from .bars import COLOURS
 from .models import CONVOLVE
 from .processes import Row
 from .step_times import BASELINE
@@ -30,6 +29,7 @@ TITLES = {
 }
 WAYS = {"autoamp": "autoamp", "bfloat16": ".bfloat16()"}
 """The ways that are drawn, and their names."""
+COLOURS = {"autoamp": "#0072b2", "bfloat16": "#009e73"}
 
 WIDTH, LEFT, RIGHT, TOP = 480, 104, 44, 66
 BAR, GAP = 13, 12

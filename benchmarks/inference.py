@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +22,14 @@ import transformers as hf
 from rich.progress import track
 from torch import nn
 
+from tests.models.case import Args, Case, tokens
+
 from . import report
 from .metrics import to_device
-from .models import Workload, workloads
-from .report import Data, Table, option
-from .setting import Setting
-from .timing import interleaved, ratios, repeated
+from .models import QUICK_VOCAB, full_case
+from .report import Data, commit
+from .setting import Setting, add_arguments, capability, setting_of
+from .step_times import interleaved, ratios
 from .ways import Prepared, low_way, prepared
 
 ASKED = {"cpu": (2.0, 1.1), "cuda": (1.0, math.inf)}
@@ -45,7 +49,18 @@ HEADER = (
 )
 
 
-def calls(workload: Workload, setting: Setting) -> dict[str, Prepared]:
+def cases(quick: bool) -> dict[int, Case]:
+    """GPT-2 with one text of each length; a small model and few lengths if `quick`."""
+    vocab = QUICK_VOCAB if quick else 50257
+
+    def text(length: int, seed: int) -> Args:
+        return (), {"input_ids": tokens(seed, 1, length, vocab=vocab)}
+
+    lengths = (1, 32) if quick else (1, 8, 32, 128)
+    return {n: full_case("gpt2", partial(text, n), quick) for n in lengths}
+
+
+def calls(case: Case, setting: Setting) -> dict[str, Prepared]:
     """The model run as each peer does, in eval mode."""
     ways = {
         BASELINE: ("fp32", {}),
@@ -57,7 +72,7 @@ def calls(workload: Workload, setting: Setting) -> dict[str, Prepared]:
     found = {}
     for name, (way, options) in ways.items():
         torch.manual_seed(0)
-        found[name] = prepared(workload.case, way, setting, **options)
+        found[name] = prepared(case, way, setting, **options)
         found[name].model.eval()
     return found
 
@@ -71,14 +86,13 @@ def refreshed(model: nn.Module) -> int:
     return sum(g.copies.refreshed for g in graphs if g.copies is not None)
 
 
-def measured(
-    peers: dict[str, Prepared], workload: Workload, rounds: int, device: str
-) -> Data:
+def measured(peers: dict[str, Prepared], case: Case, rounds: int, device: str) -> Data:
     """Figures of each peer on one batch, in the grad mode that is on."""
-    batch = to_device(workload.case.inputs(0), device)
+    batch = to_device(case.inputs(0), device)
     steps = {name: peer._replace(batch=batch).forward for name, peer in peers.items()}
     for step in steps.values():
-        repeated(step, 2)
+        step()
+        step()
     before = {name: refreshed(peer.model) for name, peer in peers.items()}
     taken = interleaved(steps, rounds, device)
     fp32, low = ratios(taken, BASELINE), ratios(taken, LOW)
@@ -132,24 +146,23 @@ def verdict(results: list[Data], device: str) -> tuple[bool, str]:
     )
 
 
-def measure(given: argparse.Namespace) -> Data:
+def measure(setting: Setting, rounds: int) -> Data:
     """The figures of every length in both modes."""
-    setting = Setting(given.device, given.precision, given.quick)
-    wanted = [w for w in workloads(given.quick) if w.name.startswith("gpt2 batch 1 ")]
-    peers = calls(wanted[0], setting)
+    wanted = cases(setting.quick)
+    peers = calls(next(iter(wanted.values())), setting)
     results = []
     for mode, context in MODES.items():
-        for workload in track(wanted, mode, transient=True):
-            length = workload.case.inputs(0)[1]["input_ids"].shape[1]
+        for length, case in track(wanted.items(), mode, transient=True):
             with context():
-                found = measured(peers, workload, given.rounds, setting.device)
+                found = measured(peers, case, rounds, setting.device)
             results.append({"mode": mode, "length": length, "peers": found})
-    size = ", a small model" if given.quick else ""
+    size = ", a small model" if setting.quick else ""
     note = (
         f"transformers {hf.__version__}; GPT-2, batch 1, {setting.precision}{size}; "
-        f"median of {given.rounds} interleaved rounds"
+        f"median of {rounds} interleaved rounds"
     )
-    return {"note": note, "device": given.device, "results": results}
+    head = {"capability": capability(setting.device), "commit": commit(), "note": note}
+    return {**head, "device": setting.device, "results": results}
 
 
 def text(data: Data) -> str:
@@ -163,21 +176,20 @@ def text(data: Data) -> str:
     return report.page(data, report.markdown(HEADER, lines), told)
 
 
-TABLE = Table(
-    "inference",
-    measure,
-    text,
-    options=(
-        option("--device", "cpu", choices=("cpu", "cuda")),
-        option("--precision", "bf16", choices=("bf16", "fp16")),
-        option("--quick", False, "small sizes", action="store_true"),
-        report.rounds(21),
-    ),
-    stem=lambda given: Setting(given.device, given.precision, given.quick).stem(
-        "inference"
-    ),
-    good=lambda data: verdict(data["results"], data["device"])[0],
-)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures, prints the page and writes it; 1 if what is asked is not reached."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.inference")
+    add_arguments(parser)
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
+    parser.add_argument("--rounds", type=int, default=21, help="timed rounds")
+    given = parser.parse_args(arguments)
+    setting = setting_of(parser, given)
+    data = measure(setting, given.rounds)
+    page = text(data)
+    report.write(given.out / setting.stem("inference"), page, data)
+    print(page)
+    return int(not verdict(data["results"], setting.device)[0])
+
 
 if __name__ == "__main__":
-    raise SystemExit(TABLE.main())
+    raise SystemExit(main())

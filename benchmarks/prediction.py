@@ -21,8 +21,7 @@ from .metrics import ModelCase, to_device
 from .models import MICRO
 from .processes import Row, new_row
 from .setting import Setting
-from .step_times import QUICK_ROUNDS
-from .timing import interleaved
+from .step_times import QUICK_ROUNDS, interleaved
 from .ways import CPU_BF16, Prepared, Step, prepared
 
 ROUNDS = 9

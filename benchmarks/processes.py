@@ -104,9 +104,6 @@ class ModelTable:
         measured: measures one model in a setting, in this process.
         text: the page of rows that were measured in a setting, on a machine.
         brief: a row in one line, for the terminal.
-        plot: the rows as an SVG, if there is one.
-        limit: seconds that a model may take.
-        anywhere: whether the table can be told a device, a precision and `--quick`.
     """
 
     name: str
@@ -114,17 +111,12 @@ class ModelTable:
     measured: Callable[[str, Setting], Row]
     text: Callable[[Sequence[Row], Setting, str], str]
     brief: Callable[[Row], str]
-    plot: Callable[[Sequence[Row]], str] | None = None
-    limit: float = LIMIT_S
-    anywhere: bool = True
 
     def write(self, rows: Sequence[Row], folder: Path, setting: Setting) -> str:
-        """Writes the page, its rows and its plot to `folder`; returns the page."""
+        """Writes the page and its rows to `folder`; returns the page."""
         machine, stem = capability(setting.device), folder / setting.stem(self.name)
         text = self.text(rows, setting, machine)
         report.write(stem, text, {"capability": machine, "models": list(rows)})
-        if self.plot is not None:
-            report.put(stem.with_suffix(".svg"), self.plot(rows))
         return text
 
     def fill(
@@ -155,34 +147,28 @@ class ModelTable:
             text = self.write(list(rows.values()), folder, setting)
         return text or self.write(list(rows.values()), folder, setting)
 
-    def parser(self) -> argparse.ArgumentParser:
-        """What the command can be told."""
+    def main(self, arguments: Sequence[str] | None = None) -> int:
+        """Measures what is asked and not yet there; 1 if a way failed."""
         parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{self.name}")
-        if self.anywhere:
-            add_arguments(parser)
+        add_arguments(parser)
         parser.add_argument("names", nargs="*", help="models (all)")
         parser.add_argument("--again", action="store_true", help="finished models too")
         parser.add_argument("--out", type=Path, default=report.RESULTS)
         parser.add_argument("--one", metavar="NAME", help="one model, printed as JSON")
         parser.add_argument(
-            "--limit", type=float, default=self.limit, help="seconds a model"
+            "--limit", type=float, default=LIMIT_S, help="seconds a model"
         )
-        return parser
-
-    def main(self, arguments: Sequence[str] | None = None) -> int:
-        """Measures what is asked and not yet there; 1 if a way failed."""
-        parser = self.parser()
-        return self.run(parser, parser.parse_args(arguments))
-
-    def run(self, parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
-        """As `main`, for arguments that were read."""
-        setting = setting_of(parser, given) if self.anywhere else Setting()
+        given = parser.parse_args(arguments)
+        setting = setting_of(parser, given)
         if given.one:
             print(json.dumps(self.measured(given.one, setting)))
             return 0
-        where = setting.arguments() if self.anywhere else []
-        module = f"benchmarks.{self.name}"
-        take = partial(in_a_process, module=module, arguments=where, limit=given.limit)
+        take = partial(
+            in_a_process,
+            module=f"benchmarks.{self.name}",
+            arguments=setting.arguments(),
+            limit=given.limit,
+        )
         names = given.names or self.names(setting)
         print(self.fill(names, given.out, setting, take, again=given.again))
         rows = kept(given.out / f"{setting.stem(self.name)}.json").values()

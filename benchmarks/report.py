@@ -1,18 +1,14 @@
-"""Tables in Markdown, results on disk, and the command that measures a table."""
+"""Tables in Markdown, and results on disk."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from .setting import capability, usable
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -90,63 +86,3 @@ def page(data: Data, *parts: str) -> str:
     if "note" in data:
         told.append(data["note"])
     return "\n\n".join(["; ".join(told), *parts]) + "\n"
-
-
-def option(name: str, default: Any = None, told: str = "", **more: Any) -> Data:
-    """An option of a command, for `Table.options`."""
-    kind = {} if default is None or "action" in more else {"type": type(default)}
-    return {"flags": name, "default": default, "help": told or None, **kind, **more}
-
-
-QUICK = option("--quick", False, "small sizes", action="store_true")
-ONLY = option("--only", "", "those whose name contains this")
-
-
-def rounds(default: int) -> Data:
-    """The option of how many rounds are timed."""
-    return option("--rounds", default, "timed rounds")
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table that a command measures at one go and writes with its figures.
-
-    Attributes:
-        name: the name of its module, and of its files unless `stem` says otherwise.
-        measure: the figures, for the options given; told the commit and the machine by
-            the command.
-        text: the page of the figures.
-        options: what the command can be told, made by `option`.
-        stem: the name of the files, for the options given.
-        good: whether the figures are as good as asked.
-        keeps: whether the results of these options are written.
-    """
-
-    name: str
-    measure: Callable[[argparse.Namespace], Mapping[str, Any]]
-    text: Callable[[Data], str]
-    options: Sequence[Data] = field(default=())
-    stem: Callable[[argparse.Namespace], str] | None = None
-    good: Callable[[Data], bool] = lambda _: True
-    keeps: Callable[[argparse.Namespace], bool] = lambda _: True
-
-    def main(self, arguments: Sequence[str] | None = None) -> int:
-        """Measures, prints the page and writes it; 1 if figures are not good."""
-        parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{self.name}")
-        parser.add_argument("--out", type=Path, default=RESULTS)
-        for each in self.options:
-            told = dict(each)
-            parser.add_argument(told.pop("flags"), **told)
-        given = parser.parse_args(arguments)
-        device = getattr(given, "device", "cpu")
-        if not usable(device):
-            parser.error("this machine has no GPU that torch can use")
-        found = dict(self.measure(given))
-        data = {"capability": capability(device), "commit": commit(), **found}
-        text = self.text(data)
-        if self.keeps(given):
-            write(
-                given.out / (self.stem(given) if self.stem else self.name), text, data
-            )
-        print(text)
-        return int(not self.good(data))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import traceback
 from collections import Counter
@@ -12,13 +13,14 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from autoamp.passes.speeds.clock import seconds_of
+from autoamp.tools.bench_memory import Held
+
 from . import report, turns
-from .bars import grouped, svg
 from .models import CONVOLVE
 from .processes import Row, new_row
 from .report import said
 from .setting import Setting
-from .timing import interleaved, ratios, repeated
 from .ways import CHANNELS_LAST, CPU_BF16, Step
 
 BASELINE = "autocast"
@@ -46,23 +48,19 @@ def measured(
     for way, make in steps.items():
         try:
             torch.manual_seed(0)
-            before = _allocated(setting.device)
+            before = Held(torch.device(setting.device))
             warmed = partial(_warmed, make, warm_up(setting))
             ready[way] = turns.prepared_beside_others(warmed)
-            held[way] = _allocated(setting.device) - before
+            held[way] = before.more()
         except Exception as error:  # noqa: BLE001 - the other ways are still timed
             traceback.print_exc()
             row["failures"][way] = said(error)
     if turns.wait():
         for step in ready.values():  # their memory went back to the device
             step()
-    count = steps_a_round(setting)
-    several = {way: partial(repeated, step, count) for way, step in ready.items()}
-    taken = interleaved(several, rounds(setting), setting.device)
-    row["ways"] = {
-        way: {"seconds": [each / count for each in seconds]}
-        for way, seconds in taken.items()
-    }
+    times = 1 if setting.device == "cpu" else STEPS_ON_GPU
+    taken = interleaved(ready, rounds(setting), setting.device, times)
+    row["ways"] = {way: {"seconds": seconds} for way, seconds in taken.items()}
     if setting.device != "cpu":
         for way, step in ready.items():
             counted = _counted(step, held[way], setting.device)
@@ -72,13 +70,39 @@ def measured(
 
 def _warmed(make: Callable[[], Step], times: int) -> Step:
     step = make()
-    repeated(step, times)
+    for _ in range(times):
+        step()
     return step
 
 
-def steps_a_round(setting: Setting) -> int:
-    """Steps of one timed round."""
-    return 1 if setting.device == "cpu" else STEPS_ON_GPU
+def interleaved(
+    steps: Mapping[str, Callable[[], object]],
+    rounds: int,
+    device: str = "cpu",
+    times: int = 1,
+) -> dict[str, list[float]]:
+    """Seconds of each step in each round, in turn; a round takes it several `times`.
+
+    Each round shuffles the steps, so that no step mostly follows the same other (whose
+    memory it finds in the cache, or whose heat it finds in the clock); alike each time.
+    """
+    order = random.Random(0)
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name in order.sample(list(steps), len(steps)):
+            seconds = seconds_of(steps[name], torch.device(device), times)
+            taken[name].append(seconds)
+    return taken
+
+
+def ratios(taken: Mapping[str, list[float]], baseline: str) -> dict[str, float]:
+    """For each name the median over rounds of its time divided by the baseline's."""
+    return {
+        name: statistics.median(
+            t / b for t, b in zip(times, taken[baseline], strict=True)
+        )
+        for name, times in taken.items()
+    }
 
 
 def rounds(setting: Setting) -> int:
@@ -183,29 +207,6 @@ def gpu_tables(rows: Sequence[Row], setting: Setting) -> list[str]:
     return [GPU_NOTE, gpu_table(rows, [*every])]
 
 
-def plotted(rows: Sequence[Row], title: str) -> str:
-    """The shares of the rows as an SVG."""
-    drawn = {row["name"]: shares(row) for row in rows if shares(row)}
-    return svg([grouped(title, drawn)] if drawn else [])
-
-
-def _allocated(device: str) -> int:
-    """Bytes of tensors on a GPU; 0 on a CPU, where nobody counts them."""
-    if device == "cpu":
-        return 0
-    torch.cuda.synchronize(device)
-    return torch.cuda.memory_allocated(device)
-
-
-def _peak_bytes(step: Callable[[], None], device: str) -> int:
-    """Bytes that a step allocates at most at one time beside what was there."""
-    before = _allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    step()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
-
-
 def _kernels(step: Callable[[], None], device: str) -> dict[str, Any]:
     """The kernels of a step: how many, the seconds they run, and the longest by name.
 
@@ -236,7 +237,8 @@ def _counted(step: Callable[[], None], held: int, device: str) -> dict[str, Any]
 
     `held` is the bytes that its way keeps between steps.
     """
-    found = {"held": held, "peak": _peak_bytes(step, device)}
+    peak = Held(torch.device(device)).peak(step)
+    found = {"held": held, "peak": peak}
     try:
         return found | _kernels(step, device)
     except RuntimeError:  # a machine may forbid its counters

@@ -82,7 +82,6 @@ TABLE = processes.ModelTable(
     measured,
     text,
     step_times.brief,
-    partial(step_times.plotted, title="Time of a training step, torch.autocast = 1"),
 )
 
 if __name__ == "__main__":

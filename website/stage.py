@@ -35,7 +35,7 @@ def stage(folder: Path, commands: click.Group) -> None:
     """Fills `folder`, which is emptied first."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(REPO / "docs", folder)
-    _copy(REPO / "benchmarks" / "results", folder / "results", "*.md", "*.svg")
+    _copy(REPO / "benchmarks" / "results", folder / "results", "*.md")
     _copy(REPO / "rules", folder / "rules", "*.toml")
     sources = {
         "rules.md": "rules/README.md",

@@ -9,6 +9,7 @@ import importlib
 import itertools
 import json
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import __main__ as harness
-from benchmarks import bytes as bytes_table
 from benchmarks import (
     compiled,
     curves,
@@ -27,11 +26,12 @@ from benchmarks import (
     processes,
     report,
     step_times,
+    training,
 )
 from benchmarks.curves import Digits
-from benchmarks.models import CONVOLVE, MICRO, PAPER, WRITTEN, workloads
+from benchmarks.models import CONVOLVE, MICRO, PAPER, WRITTEN
 from benchmarks.setting import Setting
-from benchmarks.timing import interleaved, ratios
+from benchmarks.step_times import interleaved, ratios
 from benchmarks.ways import prepared
 from tests.metrics import (
     compare_with_autocast,
@@ -42,39 +42,24 @@ from tests.metrics import (
 from tests.models import BY_NAME
 from tests.says import says
 
-QUICK = workloads(quick=True)
-MLP = next(w for w in QUICK if w.name.startswith("mlp") and w.kind == "training")
-
 PAGES = {
-    "automatic-cpu": "automatic",
-    "cpu-quick": "__main__",
-    "exported-small": "exported",
-    "gradients-cpu": "gradients",
-    "rows-cpu": "rows",
-    "scaling-cpu": "scaling",
     "calibrate-nvidia-h100-80gb-hbm3": "speeds",
-} | {
-    name: name
-    for name in (
-        *("calibration", "conformance", "curves", "explain"),
-        *("exported", "first_call", "guard", "isolated", "layouts", "overhead", "page"),
-        *("parallel", "ranks", "short_programs", "zoo"),
-    )
+    "conformance": "conformance",
+    "curves": "curves",
+    "zoo": "zoo",
 }
 """Pages of tables that are measured at one go, and their modules."""
 
 H100 = "nvidia-h100-80gb-hbm3"
 PAGES_OF_MODELS = {
     "compiled": ("compiled", Setting()),
-    "decoding": ("decoding", Setting()),
     "prediction": ("prediction", Setting()),
-    "beside_half": ("beside_half", Setting()),
     "training": ("training", Setting()),
     f"training-bf16-{H100}": ("training", Setting("cuda")),
     f"training-fp16-{H100}": ("training", Setting("cuda", "fp16")),
 }
-OLDER = {"bytes", "inference"}
-"""Pages that were measured before the table had all of its columns of today."""
+ELSEWHERE = {"mutation", "trust", "bytes", "inference"}
+"""Pages of the mutants, of the conformance tests, and two of older columns."""
 
 
 def recorded(name: str) -> tuple[dict[str, Any], str]:
@@ -96,15 +81,19 @@ def test_a_page_and_its_plot_are_made_of_its_rows(name: str) -> None:
     table = importlib.import_module(f"benchmarks.{module}").TABLE
     rows, machine = figures["models"], figures.get("capability", "")
     assert table.text(rows, setting, machine) == page
-    if table.plot is not None:
-        assert table.plot(rows) == (report.RESULTS / f"{name}.svg").read_text()
 
 
-def test_every_page_is_one_of_these() -> None:
-    pages = {path.stem for path in report.RESULTS.glob("*.md")}
-    # Of the mutants, of the conformance tests, and of parts that are run one by one.
-    elsewhere = {"mutation", "trust", "half_masters"}
-    assert pages == {*PAGES, *PAGES_OF_MODELS, *OLDER, *elsewhere}
+def test_every_other_page_names_the_program_and_the_commit_that_made_it() -> None:
+    others = {path.stem for path in report.RESULTS.glob("*.md")}
+    for name in others - {*PAGES, *PAGES_OF_MODELS, *ELSEWHERE}:
+        first = (report.RESULTS / f"{name}.md").read_text().splitlines()[0]
+        said = re.fullmatch(
+            r"Made by (benchmarks/\w+\.py) at commit [0-9a-f]{8}; "
+            r"the program is no longer in the repository\.",
+            first,
+        )
+        assert said, (name, first)
+        assert not (report.ROOT / said[1]).exists()
 
 
 def test_readmes_table_and_chart_are_made_of_the_committed_table() -> None:
@@ -152,36 +141,6 @@ def test_a_way_channels_last_has_weights_and_images_so() -> None:
     )
 
 
-COMMANDS = {
-    "__main__": "--quick --only mlp --peers autocast --rounds 1",
-    "guard": "--model small",
-    "gradients": "--only mlp",
-    "scaling": "--quick --only mlp --rounds 1",
-    "automatic": "--only mlp --rounds 2",
-    "inference": "--quick --rounds 2",
-    "isolated": "--quick --rounds 2",
-    "overhead": "",
-    "rows": "--rounds 1",
-    "short_programs": "--only agent --rounds 1",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_writes_its_page_and_its_figures(name: str, tmp_path, capsys) -> None:
-    module = importlib.import_module(f"benchmarks.{name}")
-    threads = torch.get_num_threads()
-    try:
-        module.TABLE.main(["--out", str(tmp_path), *COMMANDS[name].split()])
-    finally:
-        torch.set_num_threads(threads)
-    (page,) = tmp_path.glob("*.md")
-    figures = json.loads(page.with_suffix(".json").read_text())
-    assert page.read_text() == module.text(figures)
-    assert page.read_text() in capsys.readouterr().out
-    assert torch.__version__ in figures["capability"]
-
-
 def test_rounds_have_every_step_and_ratios_are_taken_in_each_round() -> None:
     calls: list[str] = []
     steps = {name: (lambda name=name: calls.append(name)) for name in "abc"}
@@ -192,26 +151,6 @@ def test_rounds_have_every_step_and_ratios_are_taken_in_each_round() -> None:
     assert min(before_c["a"], before_c["b"]) >= 3, "no step has one predecessor"
     taken = {"base": [1.0, 10.0, 2.0], "x": [2.0, 30.0, 2.0]}
     assert ratios(taken, "base") == {"base": 1.0, "x": 2.0}
-
-
-def test_only_models_with_convolutions_have_a_peer_channels_last() -> None:
-    peers = ["fp32", "autocast, channels last"]
-    assert [*harness.run(MLP, peers, 1, "cpu")] == ["fp32"]
-    (images,) = (w for w in QUICK if w.name.startswith("resnet50"))
-    assert [*harness.run(images, peers, 1, "cpu")] == peers
-
-
-def test_a_failing_peer_is_told_and_the_others_go_on(monkeypatch) -> None:
-    def fail(case: object, way: str, *_: Any) -> Any:
-        if way == "autocast":
-            raise RuntimeError("no such thing here\nand more")
-        return prepared(case, way, *_)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(harness, "prepared", fail)
-    found = harness.run(MLP, ["fp32", "autocast"], 1, "cpu")
-    assert found["autocast"] == {"failed": "RuntimeError: no such thing here"}
-    assert found["fp32"]["time_ratio"] == 1.0
-    assert harness.rows("mlp (training)", found)[1][3] == "failed"
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch) -> None:
@@ -252,13 +191,10 @@ def row(name: str, **ways: dict[str, Any]) -> processes.Row:
     return {"name": name, "commit": "c0ffee", "ways": ways, "failures": {}}
 
 
-def counted(name: str, **steps: int) -> processes.Row:
-    """A row in which a way's forward is half its step, and what it saves a tenth."""
-    ways = {
-        way: {"step": step, "forward": step // 2, "saved": step // 10}
-        for way, step in steps.items()
-    }
-    return row(name, **ways)
+def test_only_models_with_convolutions_have_a_way_channels_last() -> None:
+    ways = ["fp32", "autocast, channels last"]
+    assert step_times.ways_of("gpt2", ways) == ["fp32"]
+    assert step_times.ways_of("resnet50", ways) == ways
 
 
 def test_a_way_that_raises_leaves_the_others() -> None:
@@ -283,28 +219,28 @@ def test_a_run_goes_on_where_it_was_and_measures_failures_anew(tmp_path: Path) -
         taken.append(name)
         if name == "dies" and "earlier" not in taken:
             raise KeyboardInterrupt
-        found = counted(name, fp32=8, autocast=4, autoamp=4)
+        found = row(name, autocast={"seconds": [4.0]}, autoamp={"seconds": [2.0]})
         if taken == ["a"]:
             found["failures"] = {"bfloat16": "RuntimeError: no kernel"}
         return found
 
     def fill(*names: str, again: bool = False) -> str:
-        return bytes_table.TABLE.fill(names, tmp_path, Setting(), take, again=again)
+        return training.TABLE.fill(names, tmp_path, Setting(), take, again=again)
 
     with pytest.raises(KeyboardInterrupt):
-        fill("a", "zoo/b", "dies")
-    kept = processes.kept(tmp_path / "bytes.json")
-    assert [*kept] == ["a", "zoo/b"]
-    text = (tmp_path / "bytes.md").read_text()
-    assert "Not counted:\n\n- a, bfloat16: RuntimeError: no kernel" in text
+        fill("a", "b", "dies")
+    kept = processes.kept(tmp_path / "training.json")
+    assert [*kept] == ["a", "b"]
+    text = (tmp_path / "training.md").read_text()
+    assert "- a, bfloat16: RuntimeError: no kernel" in text
     taken[:] = ["earlier"]
-    text = fill("a", "zoo/b", "dies")
+    text = fill("a", "b", "dies")
     assert taken == ["earlier", "a", "dies"]
-    assert "Not counted" not in text
-    assert text == (tmp_path / "bytes.md").read_text()
+    assert "RuntimeError" not in text
+    assert text == (tmp_path / "training.md").read_text()
     taken[:] = ["earlier"]
-    fill("zoo/b", again=True)
-    assert taken == ["earlier", "zoo/b"]
+    fill("b", again=True)
+    assert taken == ["earlier", "b"]
 
 
 @pytest.mark.slow

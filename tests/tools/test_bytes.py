@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.bytes_step import WAYS, count_step
+from benchmarks.bytes import count_step, ways
 from benchmarks.traffic import Traffic, count_traffic, is_cast
+from benchmarks.ways import CPU_BF16
 from tests.models import BY_NAME
 
 BF16 = torch.bfloat16
@@ -219,7 +220,7 @@ def test_batch_norm_moves_its_statistics() -> None:
 
 def test_a_converted_step_refreshes_all_its_copies_and_repeats() -> None:
     case = BY_NAME["mlp"]
-    counts = {way: count_step(case, way) for way in WAYS}
+    counts = {way: count_step(case, way) for way in ways(CPU_BF16)}
     ours = counts["autoamp"]
     weights = list(case.model().parameters())
     assert ours.refreshed == len(weights)

@@ -18,7 +18,7 @@ from autoamp.passes.decide.devices import Device
 PYTHON_NS = 15_000.0
 """What a `product` with a gradient costs more than a layer: Python's forward and
 backward of a Function.  A Zen 5 core takes 9 to 11 us (benchmarks/results/
-accumulators.md), and the cores beside GPUs are slower as a rule."""
+accumulators.md of commit 6d6f6897), and the cores beside GPUs are slower as a rule."""
 
 SAVED = 4
 """Bytes that a number saves: written low, read again and written wide it moves 8, and

@@ -2,7 +2,7 @@
 
 `torch.ops.aten.add.Tensor(a, b)` looks its operands up in a schema; `torch.add(a, b)`
 has code for its own operands, takes less time, and calls the same op
-(`python -m benchmarks.overhead` times whole calls).
+(benchmarks/results/overhead.md has times of whole calls).
 """
 
 from __future__ import annotations

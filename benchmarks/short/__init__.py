@@ -1,1 +1,0 @@
-"""Short programs that know nothing of autoamp, each a script of its own."""
