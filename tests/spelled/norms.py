@@ -96,9 +96,10 @@ NORMS: dict[Function, str] = {
     llama_norm: "rms_norm",
     t5_norm: "rms_norm",
     gemma_norm: "rms_norm",
-    by_squares: "layer_norm",
     rms_large: "rms_norm",
-    **dict.fromkeys((rms_outside, rms_clamped, rms_two, mamba_gated, by_tokens), ""),
+    **dict.fromkeys(
+        (by_squares, rms_outside, rms_clamped, rms_two, mamba_gated, by_tokens), ""
+    ),
 }
 
 # -- softmaxes and their logarithms ---------------------------------------------------
@@ -125,6 +126,10 @@ def off_by_one(m: Layer, x: Tensor) -> Tensor:
     """Softmax with a 1 in the sum, of Miller's "Attention is off by one"."""
     powers = torch.exp(x)
     return powers / (1 + powers.sum(-1, keepdim=True))
+
+
+def by_logsumexp(m: Layer, x: Tensor) -> Tensor:
+    return torch.exp(x - torch.logsumexp(x, -1, keepdim=True))
 
 
 def log_of_softmax(m: Layer, x: Tensor) -> Tensor:
@@ -163,6 +168,7 @@ SOFTMAXES: dict[str, tuple[Function, str]] = {
     "plain, 1e-9": (over_sum(lambda x: x, 1e-9), ""),
     "off by one": (off_by_one, ""),
     "log of softmax": (log_of_softmax, ""),
+    "by logsumexp": (by_logsumexp, "softmax"),
     "less logsumexp": (less_logsumexp, "log_softmax"),
     "less log sum": (less_log_sum, "log_softmax"),
     "less log sum, 1e-6": (less_log_sum_eps, ""),

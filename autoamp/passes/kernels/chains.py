@@ -2,7 +2,7 @@
 
 A chain has one result, and reads one tensor, and besides it at most vectors along the
 last dimension (the weight and bias of a norm).  No call outside a chain reads a value
-of the chain but its result.  `proved.py` tells which kernel a chain computes.
+of the chain but its result.  `spelled.py` tells which kernel a chain computes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE
+from autoamp.passes.kernels.forms import OPS
 from autoamp.passes.kernels.match import (
     Allowed,
     Chain,
@@ -26,9 +27,10 @@ from autoamp.passes.kernels.match import (
     is_cast,
     is_of,
     layout_of,
+    name_of,
     sizes_of,
 )
-from autoamp.passes.kernels.proved import Recognised, functions_in, recognised
+from autoamp.passes.kernels.spelled import Recognised, functions_in, recognised
 from autoamp.passes.ops import mutates
 from autoamp.passes.rules import family
 from autoamp.passes.see.nodes import KERNEL, ForChain
@@ -74,9 +76,9 @@ def _shape(node: fx.Node) -> tuple[int | str, ...]:
 
 
 def _may_join(node: fx.Node) -> bool:
-    """Whether a call is a smooth function of elements or rows, in fp32."""
+    """Whether a call is an op that chains are made of, in fp32."""
     return dtype_of(node) == HIGH_DTYPE and (
-        is_of(node, family("in_chains")) or is_cast(node)
+        name_of(node).removeprefix("aten::") in OPS or is_cast(node)
     )
 
 
@@ -169,8 +171,6 @@ def replaceable(
     for chain, recognise in _candidates(graph):
         if not taken.isdisjoint(chain.nodes) or not allowed.takes(chain.nodes):
             continue
-        if any(map(_takes_the_rest, chain.nodes)):
-            continue
         replacement = _replacement(chain, recognise(), layouts, allowed)
         if replacement is not None:
             taken.update(chain.nodes)
@@ -180,20 +180,6 @@ def replaceable(
         exposed = exposed_storages(graph)
         found = [each for each in found if not _may_be_written(each, exposed)]
     return found
-
-
-def _takes_the_rest(node: fx.Node) -> bool:
-    """Whether a call is a row's maximum with a gradient, as in `x - x.amax(-1, True)`.
-
-    Its gradient is less the sum of the row's rounded gradients: those of `x` add up to
-    0, and so do those of a bias before it.  A kernel for all of it would round each
-    gradient for itself.  So the difference stays, and the rest of the chain is a chain
-    of its own, that reads the difference.
-    """
-    if node.target is not torch.ops.aten.amax.default:
-        return False
-    cut = torch.ops.aten.detach.default
-    return all(n.target is not cut for n in (node.args[0], *node.users))  # type: ignore[union-attr]
 
 
 def _may_be_written(replacement: Replacement, exposed: set[int]) -> bool:

@@ -79,14 +79,6 @@ class Chain:
     def result(self) -> fx.Node:
         return self.nodes[-1]
 
-    @property
-    def is_pointwise(self) -> bool:
-        """Whether each element of the result is made from one element of `data`."""
-        return not self.vectors and all(
-            torch.Tag.pointwise in node.target.tags or is_cast(node)  # type: ignore[union-attr]
-            for node in self.nodes
-        )
-
 
 @dataclass(frozen=True)
 class Allowed:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autoamp.passes.kernels.algebra import Form
-from autoamp.passes.kernels.meaning import (
+from autoamp.passes.kernels.forms import (
+    Form,
     erf,
     exp,
     log,
-    root,
-    row_mean,
+    logsumexp,
+    mean,
     row_sum,
-    row_variance,
+    sigmoid,
+    softplus,
     tanh,
+    variance,
 )
 
 _ATEN = torch.ops.aten
@@ -32,23 +34,24 @@ class Kernel:
     Attributes:
         name: the name by which `fuse=` switches the kernel off.
         op: the kernel.
-        meaning: the function that the kernel computes of the data (and of the epsilon,
-            if it takes one) before weight and bias: a chain has to be proved to
-            compute this function too.
+        spellings: the kernel's function of the data (and of the epsilon, if it takes
+            one) before weight and bias, in each way in which libraries write it.
         takes: the arguments of the kernel after the tensor: "dimension" (the last),
             "sizes" (of the last dimension), "weight" and "bias" (both may be None),
             "epsilon".
         keywords: the keyword arguments.
         keeps_result: whether the backward needs the result, to which no later call
             may write.
+        slope: the derivative, as custom Functions with this kernel's result write it.
     """
 
     name: str
     op: Callable[..., Any]
-    meaning: Callable[..., Form]
+    spellings: tuple[Callable[..., Form], ...]
     takes: tuple[str, ...] = ()
     keywords: Mapping[str, Any] = field(default_factory=dict)
     keeps_result: bool = False
+    slope: Callable[[Form], Form] | None = None
 
     @property
     def by_rows(self) -> bool:
@@ -59,19 +62,6 @@ class Kernel:
     def vectors(self) -> tuple[str, ...]:
         """The tensors that the kernel takes besides its data."""
         return tuple(name for name in self.takes if name in ("weight", "bias"))
-
-    def form(
-        self,
-        data: Form,
-        weight: Form | None = None,
-        bias: Form | None = None,
-        epsilon: Fraction = Fraction(0),
-    ) -> Form:
-        """The function that the kernel computes, in algebra."""
-        takes_one = "epsilon" in self.takes
-        result = self.meaning(data, epsilon) if takes_one else self.meaning(data)
-        result = result if weight is None else result * weight
-        return result if bias is None else result + bias
 
     def arguments(
         self, size: int, weight: Any = None, bias: Any = None, epsilon: float = 0.0
@@ -92,58 +82,121 @@ class Kernel:
         return self.op(data, *arguments, **self.keywords)  # type: ignore[no-any-return]
 
 
+_ROOT = math.sqrt(2 / math.pi)
+
+
 def _gelu(x: Form) -> Form:
-    return x * (1 + erf(x / root(x.algebra.number(2)))) / 2
+    """BERT's."""
+    return 0.5 * x * (1 + erf(x / math.sqrt(2)))
 
 
-def _gelu_tanh(x: Form) -> Form:
-    # Read as sqrt(2 / pi), as the same number in a chain is.
-    factor = x.algebra.number(_ROOT_OF_2_BY_PI)
-    return x * (1 + tanh(factor * (x + 0.044715 * x**3))) / 2
+def _new_gelu(x: Form) -> Form:
+    """GPT-2's, by `tanh` of a cubic."""
+    return 0.5 * x * (1 + tanh(_ROOT * (x + 0.044715 * x**3)))
+
+
+def _fast_gelu(x: Form) -> Form:
+    """FastGELUActivation of transformers, and the GELU of BLOOM and Megatron."""
+    return 0.5 * x * (1 + tanh(_fast_inner(x)))
+
+
+def _fast_inner(x: Form) -> Form:
+    return _ROOT * x * (1 + 0.044715 * x * x)
+
+
+def _gelu_by_sigmoid(x: Form) -> Form:
+    """Written for hardware without `tanh`."""
+    return x * sigmoid(2 * _ROOT * (x + 0.044715 * x**3))
+
+
+def _fast_gelu_slope(x: Form) -> Form:
+    """BLOOM's and Megatron's."""
+    t = tanh(_fast_inner(x))
+    inner = (1 - t * t) * (_ROOT + 3 * 0.044715 * _ROOT * x * x)
+    return 0.5 * x * inner + 0.5 * (1 + t)
 
 
 def _silu(x: Form) -> Form:
+    return x * sigmoid(x)
+
+
+def _silu_by_exp(x: Form) -> Form:
     return x / (1 + exp(-x))
 
 
+def _silu_slope(x: Form) -> Form:
+    """EfficientNet's and YOLOv5's, which keep the input alone."""
+    return sigmoid(x) * (1 + x * (1 - sigmoid(x)))
+
+
 def _mish(x: Form) -> Form:
-    return x * tanh(log(1 + exp(x)))
+    return x * tanh(softplus(x))
+
+
+def _mish_slope(x: Form) -> Form:
+    """YOLOv5's and timm's."""
+    t = tanh(softplus(x))
+    return t + x * sigmoid(x) * (1 - t * t)
 
 
 def _softmax(x: Form) -> Form:
-    # Without the shift by the row's maximum, which cancels in algebra.
+    """Of data that may be less its maximum, which is no part of the chain."""
     return exp(x) / row_sum(exp(x))
+
+
+def _softmax_by_one(x: Form) -> Form:
+    """Of the weights of experts and of hashed keys in transformers."""
+    return exp(x - logsumexp(x))
 
 
 def _log_softmax(x: Form) -> Form:
     return x - log(row_sum(exp(x)))
 
 
-def _layer_norm(x: Form, epsilon: Fraction) -> Form:
-    return (x - row_mean(x)) / root(row_variance(x) + epsilon)
+def _log_softmax_by_one(x: Form) -> Form:
+    return x - logsumexp(x)
 
 
-def _rms_norm(x: Form, epsilon: Fraction) -> Form:
-    return x / root(row_mean(x * x) + epsilon)
+def _layer_norm(x: Form, epsilon: float) -> Form:
+    return (x - mean(x)) / (variance(x) + epsilon) ** 0.5
 
 
-_ROOT_OF_2_BY_PI = 0.7978845608028654
+def _rms_norm(x: Form, epsilon: float) -> Form:
+    return x / (mean(x * x) + epsilon) ** 0.5
+
+
 _TANH = {"approximate": "tanh"}
 _LAST = ("dimension",)
 _NORM = ("sizes", "weight", "bias", "epsilon")
 _RMS = ("sizes", "weight", "epsilon")
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel("gelu", _ATEN.gelu.default, _gelu),
-    Kernel("gelu_tanh", _ATEN.gelu.default, _gelu_tanh, keywords=_TANH),
-    Kernel("silu", _ATEN.silu.default, _silu),
-    Kernel("mish", _ATEN.mish.default, _mish),
-    Kernel("softmax", _ATEN.softmax.int, _softmax, _LAST, keeps_result=True),
+    Kernel("gelu", _ATEN.gelu.default, (_gelu,)),
     Kernel(
-        "log_softmax", _ATEN.log_softmax.int, _log_softmax, _LAST, keeps_result=True
+        "gelu_tanh",
+        _ATEN.gelu.default,
+        (_new_gelu, _fast_gelu, _gelu_by_sigmoid),
+        keywords=_TANH,
+        slope=_fast_gelu_slope,
     ),
-    Kernel("layer_norm", _ATEN.layer_norm.default, _layer_norm, _NORM),
-    Kernel("rms_norm", _ATEN.rms_norm.default, _rms_norm, _RMS),
+    Kernel("silu", _ATEN.silu.default, (_silu, _silu_by_exp), slope=_silu_slope),
+    Kernel("mish", _ATEN.mish.default, (_mish,), slope=_mish_slope),
+    Kernel(
+        "softmax",
+        _ATEN.softmax.int,
+        (_softmax, _softmax_by_one),
+        _LAST,
+        keeps_result=True,
+    ),
+    Kernel(
+        "log_softmax",
+        _ATEN.log_softmax.int,
+        (_log_softmax, _log_softmax_by_one),
+        _LAST,
+        keeps_result=True,
+    ),
+    Kernel("layer_norm", _ATEN.layer_norm.default, (_layer_norm,), _NORM),
+    Kernel("rms_norm", _ATEN.rms_norm.default, (_rms_norm,), _RMS),
 )
 """Each computes in fp32 inside, and reads and writes 16 bits where it runs low."""
 

@@ -1,9 +1,9 @@
 """Runs both sides of a change on stand-in values, for every graph of the tests.
 
-The recognition of a kernel is a proof in algebra (`kernels/proved.py` of the passes),
-and the recognition of a mask is a proof by positions.  Here neither is known: the calls
-that are gone and the calls in their place run on random numbers, and results, gradients
-and bytes kept for the backward are compared.  A conversion of a user's does not do so:
+A kernel is recognised by its spelling (`kernels/spelled.py` of the passes), and the
+recognition of a mask is a proof by positions.  Here neither is known: the calls that
+are gone and the calls in their place run on random numbers, and results, gradients and
+bytes kept for the backward are compared.  A conversion of a user's does not do so:
 `proved` takes the place of the comparison of graphs while tests run.
 
 The truth is the old side in float64.  The new side may be off by `ROUNDINGS` times as

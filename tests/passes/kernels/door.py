@@ -9,15 +9,16 @@ from autoamp.passes.functions.casts import scaled_and_rounded
 from autoamp.passes.functions.convolutions import depthwise
 from autoamp.passes.functions.norms import layer_norm, rms_norm, softmax
 from autoamp.passes.functions.rotary import rotary
-from autoamp.passes.kernels import proved
-from autoamp.passes.kernels.algebra import Algebra, UnknownError, read
 from autoamp.passes.kernels.chains import chains_in
-from autoamp.passes.kernels.meaning import exp, log, root, row_sum, tanh
-from autoamp.passes.kernels.proved import Recognised, recognised
+from autoamp.passes.kernels.spelled import (
+    Recognised,
+    function_recognised,
+    recognised,
+)
+from autoamp.passes.kernels.table import KERNELS
 
 __all__ = [
-    "LONG", "Algebra", "Device", "Kind", "Recognised",
-    "UnknownError", "attention", "chains_in", "depthwise", "exp", "layer_norm", "log",
-    "product", "proved", "read", "recognised", "rms_norm", "root", "rotary", "row_sum",
-    "scaled_and_rounded", "softmax", "tanh",
+    "KERNELS", "LONG", "Device", "Kind", "Recognised", "attention", "chains_in",
+    "depthwise", "function_recognised", "layer_norm", "product", "recognised",
+    "rms_norm", "rotary", "scaled_and_rounded", "softmax",
 ]  # fmt: skip
