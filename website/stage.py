@@ -1,7 +1,7 @@
 """From the repository to the folder of Markdown files that the site is built of.
 
-`docs/` is copied as it is.  What its pages link to outside of `docs/` is copied too,
-and the links follow.
+`docs/` is copied as it is, and the README is the first page.  What the pages link to
+outside of `docs/` is copied too, and the links follow.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from website.commands import reference
 REPO = Path(__file__).resolve().parent.parent
 MOVED = {
     "../benchmarks/results/": "results/",
+    "benchmarks/results/": "results/",
+    "../README.md": "index.md",
     "../rules/README.md": "rules.md",
     "../rules/": "rules/",
-    "../CHANGELOG.md": "changelog.md",
     "../CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
     "docs/": "",
 }
 """The start of a link in the repository, and that of the same link on the site."""
@@ -38,6 +41,7 @@ def stage(folder: Path, commands: click.Group) -> None:
     _copy(REPO / "benchmarks" / "results", folder / "results", "*.md")
     _copy(REPO / "rules", folder / "rules", "*.toml")
     sources = {
+        "index.md": "README.md",
         "rules.md": "rules/README.md",
         "changelog.md": "CHANGELOG.md",
         "contributing.md": "CONTRIBUTING.md",

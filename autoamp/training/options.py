@@ -55,7 +55,7 @@ class ExpertOptions(TypedDict, total=False):
             compiler than inductor the option is refused.
         calibrate: True: ops are priced by speeds measured on this machine. The first
             call measures them in half a second, once for a device and a number of
-            threads, and they are kept on disk (docs/speeds.md).  False takes the
+            threads, and they are kept on disk (docs/platforms.md).  False takes the
             figures of a table, as `AUTOAMP_CALIBRATE=0` does.
 
     Example:

@@ -36,17 +36,6 @@ PYTHON = [page for page in PAGES if any(blocks(page, "python"))]
 _TARGETS = set(re.findall(r"^([\w-]+):", (REPO / "Makefile").read_text(), re.M))
 
 
-class MyModel(nn.Module):
-    """A small language model, which takes whole numbers."""
-
-    def __init__(self, config: object) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.table(tokens))
-
-
 class SummaryWriter:
     """As TensorBoard's, which is not installed here."""
 
@@ -62,13 +51,9 @@ def namespace() -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     x, y = torch.randn(8, 64), torch.randn(8, 64)
     return {
-        "MyModel": MyModel,
         "SummaryWriter": SummaryWriter,
         "autoamp": autoamp,
-        "batches": [x, torch.randn(8, 64)],
-        "config": None,
         "data": [(x, y)] * 2,
-        "inputs": x,
         "loss_fn": nn.functional.mse_loss,
         "loss_of": lambda out: out.square().mean(),
         "model": model,
@@ -77,13 +62,6 @@ def namespace() -> dict[str, Any]:
         "x": x,
         "y": y,
     }
-
-
-def write_files(names: dict[str, Any]) -> None:
-    """The files that pages read, in the working directory."""
-    rules = '[meta]\ndtype = "any"\ndescription = "Mine."\n[deny]\ngelu = "mine"\n'
-    Path("mine.toml").write_text(rules)
-    autoamp.explain(names["model"], names["x"]).to_json("precision.json")
 
 
 def run(block: Block, names: dict[str, Any]) -> None:
@@ -105,7 +83,6 @@ def run(block: Block, names: dict[str, Any]) -> None:
 def test_python_blocks_run(page: Path, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = namespace()
-    write_files(names)
     continued = name_of(page) in CONTINUED
     for block in blocks(page, "python"):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
