@@ -13,6 +13,8 @@ from typing import Any
 
 import click
 
+from autoamp.errors import OptionError
+from autoamp.files import write_whole
 from autoamp_cli.problem import Problem
 
 PATH = click.Path(dir_okay=False, allow_dash=True)
@@ -58,13 +60,10 @@ def write(path: str, text: str) -> None:
     if path == "-":
         click.echo(text, nl=not text.endswith("\n"))
         return
-    beside = Path(f"{path}.part")
     try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise Problem(f"{path} cannot be written: {error.strerror}") from None
+        write_whole(path, text)
+    except OptionError as error:
+        raise Problem(str(error)) from None
 
 
 def as_json(found: Any) -> str:

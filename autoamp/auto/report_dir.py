@@ -20,6 +20,7 @@ import weakref
 from pathlib import Path
 
 from autoamp import compat
+from autoamp.files import write_whole
 from autoamp.report.reporting import report_of
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.record import Record
@@ -79,12 +80,12 @@ class Recorder:
             before = after
             if captured.rewritten is not None:
                 before = captured.rewritten.before.print_readable(print_output=False)
-            _put(folder / f"graph-{number}-before.py", _named(before))
-            _put(folder / f"graph-{number}-after.py", _named(after))
+            write_whole(folder / f"graph-{number}-before.py", _named(before))
+            write_whole(folder / f"graph-{number}-after.py", _named(after))
             self._written[record] = number + 1
         made = report_of(record)
-        _put(folder / "report.json", made.to_json())
-        _put(folder / "report.txt", f"{made}\n\n{made.full()}\n")
+        write_whole(folder / "report.json", made.to_json())
+        write_whole(folder / "report.txt", f"{made}\n\n{made.full()}\n")
 
     def finish(self) -> None:
         """Writes the reports for the last time, now and not at exit."""
@@ -130,19 +131,6 @@ def _new_folder(root: Path, name: str) -> Path:
             folder = root / f"{name}-{next(_number)}"
             folder.mkdir()
             return folder
-
-
-def _put(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        # The name of a class or an op may be no valid text.
-        draft.write_text(text, encoding="utf-8", errors="backslashreplace")
-        # A reader, or a kill, finds the old file or the new one, and no half of one.
-        os.replace(draft, path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
 
 
 def written_to(value: str) -> Path:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-import os
-import uuid
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +11,7 @@ import networkx as nx
 from rich.console import Console, ConsoleOptions, RenderResult
 from torch import fx
 
-from autoamp.errors import OptionError
+from autoamp.files import write_whole
 from autoamp.messages import WIDTH, as_text, plain_console, printable
 from autoamp.report import export, why
 from autoamp.report.figures import Document
@@ -158,32 +155,7 @@ _MONOSPACED = (
 
 
 def _written(text: str, path: str | Path | None) -> str:
-    """`text`, which is also written to `path` where one is given, as UTF-8.
-
-    The text goes to a new file beside the target, which then takes the target's place,
-    so that a reader never meets half of the text.
-
-    Raises:
-        OptionError: the file cannot be written; an older file is left unchanged.
-    """
-    if path is None:
-        return text
-    try:
-        target = Path(path).resolve()
-        draft = target.with_name(f".{target.name[:100]}.{uuid.uuid4().hex}")
-    except (TypeError, ValueError, OSError, RuntimeError) as error:
-        raise OptionError(f"path={path!r} is not a file path: {error}") from error
-    try:
-        # `open` gives the file the permissions of the process (umask), unlike mkstemp.
-        with draft.open("x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        os.replace(draft, target)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise OptionError(
-            f"path={str(path)!r}: the file cannot be written there: "
-            f"{error.strerror or error}. Pass a path in a folder that exists and is "
-            "writable"
-        ) from error
+    """`text`, which is also written to `path` where one is given."""
+    if path is not None:
+        write_whole(path, text)
     return text

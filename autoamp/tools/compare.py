@@ -25,6 +25,7 @@ from torch.fx.node import map_arg
 from autoamp import compat
 from autoamp.dtypes import short_name
 from autoamp.errors import OptionError
+from autoamp.files import write_whole
 from autoamp.messages import (
     FULL_WIDTH,
     advice,
@@ -185,7 +186,8 @@ class Comparison(Printed):
         """Writes `keep` as a rules file: `convert(model, rules=path)`.
 
         Raises:
-            OptionError: no tolerance was given, or no set of modules reaches it.
+            OptionError: no tolerance was given, no set of modules reaches it, or the
+                file cannot be written; an older file is left unchanged.
         """
         if self.tolerance is None or self.keep is None:
             raise OptionError(
@@ -201,9 +203,8 @@ class Comparison(Printed):
             *(f"    {json.dumps(name)}," for name in self.keep),
             "]",
         ]
-        target = Path(path)
-        target.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        return target
+        write_whole(path, "\n".join(lines) + "\n")
+        return Path(path)
 
     def __repr__(self) -> str:
         return (

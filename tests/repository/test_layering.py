@@ -31,6 +31,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"messages"}),
     frozenset({"printed"}),
     frozenset({"errors", "dtypes", "removed"}),
+    frozenset({"files"}),
     frozenset({"compat"}),
     frozenset({"passes.ops"}),
     frozenset({"passes.functions", "passes.rules"}),

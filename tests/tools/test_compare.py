@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,9 +144,23 @@ def test_its_options_go_into_convert() -> None:
     says(raised, "tolerance", "1e-30")
 
 
-def test_a_tolerance_that_is_had_anyway_keeps_nothing() -> None:
+def test_a_tolerance_that_is_had_anyway_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = autoamp.compare(Net(), torch.randn(8, 32), **BF16, tolerance=10.0)
     assert found.keep == ()
+    rules = found.to_rules(tmp_path / "rules.toml")
+    before = rules.read_text()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(autoamp.OptionError) as raised:
+        replace(found, label="other").to_rules(rules)
+    says(raised, "rules.toml", "No space left")
+    assert rules.read_text() == before
+    assert [*tmp_path.iterdir()] == [rules], "a draft was left"
     with pytest.raises(autoamp.OptionError) as raised:
         autoamp.compare(Net(), torch.randn(8, 32), **BF16).to_rules("x.toml")
     says(raised, option="tolerance")
