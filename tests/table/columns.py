@@ -16,6 +16,7 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "tensorflow": {"placement": "tensorflow"},
     "promote": {"placement": "promote"},
     "forced": {"placement": "forced"},
+    "scaled": {"loss_scale": 2.0**10},
     "no harm": {"do_no_harm": True},
     "kept": {"keep": "*"},
     "exported": {},
@@ -36,7 +37,7 @@ BY_OTHER_LISTS = ("tensorflow", "promote", "forced")
 EXACT = ("kept",)
 """Columns in which each result is, to the bit, that of fp32."""
 
-AS_SAID = (USUAL, "fp16", "memory", "unfused", "every call")
+AS_SAID = (USUAL, "fp16", "memory", "unfused", "every call", "scaled")
 """Columns in which ops run as their rows say."""
 
 

@@ -7,14 +7,12 @@ name everything the user sees.  `test_boundary.py` runs each with several conver
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_outputs import BaseModelOutput
 
 from tests.small_models import Of
 
@@ -75,80 +73,24 @@ def zeros_written(m: Net, x: Tensor) -> Tensor:
     return z
 
 
-def read_then_written(m: Net, x: Tensor) -> Tensor:
-    copied = x.clone()
-    return copied.add_(copied.tanh() + m.fc(x))
-
-
-def written_view(m: Net, x: Tensor) -> tuple[Tensor, Tensor]:
-    h = m.fc(x)
-    top = h[:2]
-    top.mul_(0.5)
-    return top, m.out(h)
-
-
 def changed_weight(m: Net, x: Tensor) -> Tensor:
     with torch.no_grad():
         m.fc.weight.mul_(1.5)
     return m.out(m.fc(x))
 
 
-def changed_between(m: Net, x: Tensor) -> tuple[Tensor, Tensor]:
-    first = m.cache + 2 * m.fc.bias  # reads the bias before the write, in fp32 ...
-    with torch.no_grad():
-        m.fc.bias.mul_(1.5)
-    return first, m.fc(x) + 3 * m.fc.bias  # ... and after it
-
-
-def halved_without_grad(m: Net, x: Tensor) -> tuple[Tensor, Tensor]:
-    h = m.fc(x)
-    with torch.no_grad():
-        h.mul_(0.5)
-    return m.out(h), h
-
-
-def in_region(m: Net, x: Tensor) -> Any:
-    def region(y: Tensor) -> tuple[Tensor, ...]:
-        h = m.fc(y)
-        return h, h.t(), m.out(h)
-
-    return checkpoint(region, x, use_reentrant=False)
-
-
 FORWARDS: dict[str, Forward] = {
     "plain": lambda m, x: m.out(m.fc(x).tanh()),
     "used_inside": lambda m, x: ((h := m.fc(x)), m.out(h)),
     "view": lambda m, x: m.fc(x).t(),
-    "view_used_inside": lambda m, x: ((v := m.fc(x).t()), m.out(v)),
     "base_used_inside": lambda m, x: ((h := m.fc(x)).t(), m.out(h)),
     "base_and_view": lambda m, x: ((h := m.fc(x)), h.t()),
     "two_views": lambda m, x: ((h := m.fc(x))[:, :5], h[:, 3:]),
-    "chunks": lambda m, x: (*(c := m.fc(x).chunk(2)), m.out(c[0])),
-    "itself_as_float": lambda m, x: ((h := m.fc(x)).float(), m.out(h)),
-    "itself_flattened": lambda m, x: ((h := m.fc(x)).flatten(1), h, m.out(h)),
-    "itself_undropped": lambda m, x: (
-        functional.dropout(h := m.fc(x), 0.5, training=False),
-        m.out(h),
-    ),
-    "twice": lambda m, x: ((h := m.fc(x)), h),
-    "detached_too": lambda m, x: ((h := m.fc(x)).detach(), m.out(h)),
     "hidden_base": lambda m, x: functional.instance_norm(m.fc(x)[None])[0],
-    "input_back": lambda m, x: (x, m.fc(x)),
-    "view_of_input": lambda m, x: ((v := x.t()), m.fc(v)),
-    "parameter": lambda m, x: (m.fc.weight, m.fc.weight.t(), m.fc(x)),
     "zeros_written": zeros_written,
-    "written_view": written_view,
-    "read_then_written": read_then_written,
     "changed_weight": changed_weight,
-    "changed_between": changed_between,
-    "halved_without_grad": halved_without_grad,
-    "in_region": in_region,
-    "double": lambda m, x: (m.fc(x).double(), m.out(x).double().t()),
-    "complex": lambda m, x: torch.view_as_complex(m.fc(x).view(WIDTH, -1, 2)).abs(),
-    "fourier": lambda m, x: m.out(torch.fft.fft(m.fc(x)).real),
     "relu_": lambda m, x: m.fc(x.relu_()),
     "mul_": lambda m, x: (x.mul_(0.5), m.fc(x)),
-    "write_and_view": lambda m, x: (x.mul_(0.5).t(), m.fc(x)),
 }
 """What each does to `x`, an input that is no leaf and needs a gradient."""
 
@@ -179,10 +121,6 @@ def write_column(r: Tensor) -> None:
     r[:, 0] = 0
 
 
-def write_add(r: Tensor) -> None:
-    r += torch.ones_like(r)
-
-
 def written_outside(forward: Forward, write: Callable[[Tensor], None]) -> Script:
     def run(convert: Convert) -> Seen:
         model = convert(Net(forward))
@@ -199,7 +137,7 @@ def written_outside(forward: Forward, write: Callable[[Tensor], None]) -> Script
 SCRIPTS |= {
     f"{write.__name__}_on_{name}": written_outside(FORWARDS[name], write)
     for name in ("plain", "view", "two_views", "base_and_view", "hidden_base")
-    for write in (write_div, write_column, write_add)
+    for write in (write_div, write_column)
 }
 
 
@@ -222,15 +160,6 @@ def cache_read_after_the_call(convert: Convert) -> Seen:
     model = convert(Net(fill_row))
     kept = torch.zeros(WIDTH, WIDTH)
     result = model(given(), kept)
-    loss_of(result, kept).backward()
-    return grads(model)
-
-
-@script
-def cache_that_is_a_view(convert: Convert) -> Seen:
-    model = convert(Net(fill_row))
-    kept = torch.zeros(2, WIDTH, WIDTH)
-    result = model(given(), kept[1])
     loss_of(result, kept).backward()
     return grads(model)
 
@@ -262,31 +191,6 @@ def buffer_with_a_gradient(convert: Convert) -> Seen:
 
 
 @script
-def clipped(convert: Convert) -> Seen:
-    model = convert(Net())
-    loss_of(model(given())).backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    return grads(model, norm=norm)
-
-
-@script
-def micro_batches(convert: Convert) -> Seen:
-    model = convert(Net())
-    for part in given().split(2):
-        loss_of(model(part)).backward()
-    return grads(model)
-
-
-@script
-def two_losses_of_one_graph(convert: Convert) -> Seen:
-    model = convert(Net(FORWARDS["used_inside"]))
-    first, second = model(given())
-    loss_of(first).backward(retain_graph=True)
-    loss_of(second).backward()
-    return grads(model)
-
-
-@script
 def two_models_in_one_backward(convert: Convert) -> Seen:
     maker, judge = convert(Net()), convert(Net(FORWARDS["used_inside"]))
     made = maker(given())
@@ -294,15 +198,6 @@ def two_models_in_one_backward(convert: Convert) -> Seen:
     made.register_hook(seen.append)
     loss_of(made, *judge(made)).backward()
     return grads(maker, judge, between=seen[0])
-
-
-@script
-def retained_and_run_twice(convert: Convert) -> Seen:
-    model = convert(Net())
-    loss = loss_of(model(given()))
-    loss.backward(retain_graph=True)
-    loss.backward()
-    return grads(model)
 
 
 @script
@@ -354,34 +249,6 @@ def hooks_on_the_module(convert: Convert) -> Seen:
     )
     loss_of(model(given().requires_grad_())).backward()
     return grads(model, **seen)
-
-
-@dataclass
-class Result:
-    hidden: Tensor
-    logits: Tensor
-
-
-def register(kind: str, wrap: Callable[[Tensor, Tensor], Any], take: Any) -> None:
-    def run(convert: Convert) -> Seen:
-        def forward(m: Net, x: Tensor) -> Any:
-            h = m.fc(x)
-            return wrap(h, m.out(h))
-
-        model = convert(Net(forward))
-        loss_of(*take(model(given()))).backward()
-        return grads(model)
-
-    SCRIPTS[f"in_a_{kind}"] = run
-
-
-register("dict", lambda h, y: {"h": h, "y": [y]}, lambda r: (r["h"], r["y"][0]))
-register("dataclass", Result, lambda r: (r.hidden, r.logits))
-register(
-    "model_output",
-    lambda h, y: BaseModelOutput(last_hidden_state=y, hidden_states=(h,)),
-    lambda r: (r.last_hidden_state, r.hidden_states[0]),
-)
 
 
 # -- kinds of graph --------------------------------------------------------------------
@@ -479,28 +346,3 @@ def copy_that_is_written_and_returned(convert: Convert) -> Seen:
     result, _ = model(x)
     loss_of(result).backward()
     return grads(model, x=x.grad, result=result.detach())
-
-
-class Doubling(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return 2 * grads[0]
-
-
-@script
-def custom_function(convert: Convert) -> Seen:
-    model = convert(Net(lambda m, x: m.out(Doubling.apply(m.fc(x)))))
-    loss_of(model(given())).backward()
-    return grads(model)
-
-
-@script
-def batches_of_several_sizes(convert: Convert) -> Seen:
-    model = convert(Net())
-    for rows in (3, 5, 6, 8):
-        loss_of(model(given()[:rows])).backward()
-    return grads(model)

@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
-from torch.nn.utils import parametrizations, prune
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.checkpoint import checkpoint
+from torch.nn.utils import parametrizations
 
 from tests.one_rank import one_rank
 
@@ -66,13 +64,6 @@ def plain(dtype: torch.dtype) -> Net:
     return model
 
 
-def optimizer_first(dtype: torch.dtype) -> Net:
-    model = Net()
-    optimizer = adam(model.parameters())
-    loop(model.to(dtype), optimizer, dtype)
-    return model
-
-
 def loaded_last(dtype: torch.dtype) -> Net:
     model = Net().to(dtype)
     optimizer = adam(model.parameters())
@@ -95,41 +86,11 @@ def mapped(dtype: torch.dtype) -> Net:
     return model
 
 
-def fused(dtype: torch.dtype) -> Net:
-    model = Net().to(dtype)
-    loop(model, adam(model.parameters(), fused=True), dtype)
-    return model
-
-
-def scheduled(dtype: torch.dtype) -> Net:
-    model = Net().to(dtype)
-    optimizer = adam(model.parameters())
-    scheduler = optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-    loop(model, optimizer, dtype)
-    scheduler.step()
-    return model
-
-
 def own_autocast(dtype: torch.dtype) -> Net:
     model = Net().to(dtype)
     # Fp32 weights are cast once in a region, and would stay what they were.
     with torch.autocast("cpu", BF16 if dtype == FP32 else dtype, dtype != FP32):
         loop(model, adam(model.parameters()), dtype)
-    return model
-
-
-def closure(dtype: torch.dtype) -> Net:
-    model = Net().to(dtype)
-    optimizer = adam(model.parameters())
-
-    def evaluate() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, dtype)
-        loss.backward()
-        return loss
-
-    for _ in range(STEPS):
-        optimizer.step(evaluate)
     return model
 
 
@@ -194,161 +155,12 @@ def with_a_plateau(dtype: torch.dtype) -> Net:
     return model
 
 
-def with_a_group_added_later(dtype: torch.dtype) -> Net:
-    model = Net().to(dtype)
-    optimizer = adam(model.norm.parameters())
-    loop(model, optimizer, dtype)
-    optimizer.add_param_group({"params": [*model.head.parameters()], "lr": RATE / 2})
-    optimizer.add_param_group({"params": [*model.layer.parameters()]})
-    loop(model, optimizer, dtype)
-    return model
-
-
-def accumulated(dtype: torch.dtype) -> Net:
-    model = Net().to(dtype)
-    optimizer = adam(model.parameters())
-    x, y = batch(dtype)
-    for at in range(4 * STEPS):
-        rows = slice(8 * (at % 4), 8 * (at % 4) + 8)
-        loss = nn.functional.cross_entropy(model(x[rows]).float(), y[rows])
-        (loss / 4).backward()
-        if at % 4 == 3:
-            optimizer.step()
-            optimizer.zero_grad()
-    return model
-
-
-def pruned(dtype: torch.dtype) -> Net:
-    model = Net().to(dtype)
-    prune.l1_unstructured(model.layer, "weight", amount=0.3)
-    loop(model, adam(model.parameters()), dtype)
-    prune.remove(model.layer, "weight")
-    assert (model.layer.weight == 0).sum() == round(0.3 * model.layer.weight.numel())
-    return model
-
-
 def weight_normed(dtype: torch.dtype) -> Net:
     model = Net()
     parametrizations.weight_norm(model.layer)
     parametrizations.spectral_norm(model.head)
     loop(model.to(dtype), adam(model.parameters()), dtype)
     return model
-
-
-def saved_and_resumed(dtype: torch.dtype) -> Net:
-    def begun() -> tuple[Net, optim.AdamW]:
-        model = Net().to(dtype)
-        return model, adam(model.parameters())
-
-    model, optimizer = begun()
-    loop(model, optimizer, dtype)
-    torch.save({"model": model.state_dict(), "adam": optimizer.state_dict()}, "saved")
-    resumed, other = begun()
-    saved = torch.load("saved", weights_only=True)
-    resumed.load_state_dict(saved["model"])
-    other.load_state_dict(saved["adam"])
-    for of in (model, optimizer), (resumed, other):
-        loop(*of, dtype)
-    for ours, theirs in zip(model.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(ours, theirs), "it goes on bit for bit"
-    return resumed
-
-
-def with_averages(dtype: torch.dtype) -> Net:
-    model = Net().to(dtype)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    optimizer = adam(model.parameters())
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, dtype).backward()
-        optimizer.step()
-        average.update_parameters(model)
-        # Evaluation with the averages, in the place of the weights.
-        kept = [p.detach().clone() for p in model.parameters()]
-        with torch.no_grad():
-            for p, mean in zip(model.parameters(), average.parameters(), strict=True):
-                p.copy_(mean)
-            loss_of(model.eval(), dtype)
-            for p, value in zip(model.train().parameters(), kept, strict=True):
-                p.copy_(value)
-    return model
-
-
-class Tied(nn.Module):
-    """A language model whose head is its table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(40, 32)
-        self.norm = nn.LayerNorm(32)
-        self.head = nn.Linear(32, 40, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.head(self.norm(self.table(ids)))
-        return out
-
-
-def tied(dtype: torch.dtype) -> Tied:
-    model = Tied().to(dtype)
-    optimizer = adam(model.parameters())
-    ids = torch.arange(48).view(4, 12) % 37
-    for _ in range(STEPS):
-        logits = model(ids[:, :-1]).float()
-        nn.functional.cross_entropy(logits.mT, ids[:, 1:]).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-    assert model.head.weight is model.table.weight
-    return model
-
-
-class UNet(nn.Module):
-    """A step down and up again, as in diffusion models, with attention between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.begin = nn.Conv2d(3, 16, 3, padding=1)
-        self.norm_down = nn.GroupNorm(4, 16)
-        self.down = nn.Conv2d(16, 32, 3, stride=2, padding=1)
-        self.norm = nn.GroupNorm(4, 32)
-        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
-        self.up = nn.ConvTranspose2d(32, 16, 2, stride=2)
-        self.norm_up = nn.GroupNorm(4, 32)
-        self.end = nn.Conv2d(32, 3, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        high = self.begin(x)
-        low = self.down(nn.functional.silu(self.norm_down(high)))
-        mixed = checkpoint(self.attend, low, use_reentrant=False)
-        both = torch.cat([self.up(mixed), high], 1)
-        out: Tensor = self.end(nn.functional.silu(self.norm_up(both)))
-        return out
-
-    def attend(self, low: Tensor) -> Tensor:
-        places = self.norm(low).flatten(2).mT
-        found = self.attention(places, places, places, need_weights=False)[0]
-        return low + found.mT.unflatten(2, low.shape[2:])
-
-
-def diffusion(dtype: torch.dtype) -> UNet:
-    model: Any = UNet().to(dtype).to(memory_format=torch.channels_last)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    optimizer = adam(model.parameters())
-    of = torch.Generator().manual_seed(1)
-    images = torch.randn(4, 3, 16, 16, generator=of)
-    for _ in range(STEPS):
-        noise = torch.randn(images.shape, generator=of)
-        noisy = (0.8 * images + 0.6 * noise).to(dtype)
-        found = model(noisy.contiguous(memory_format=torch.channels_last))
-        nn.functional.mse_loss(found.float(), noise).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        average.update_parameters(model)
-    assert model.down.weight.is_contiguous(memory_format=torch.channels_last)
-    return model  # type: ignore[no-any-return]
 
 
 class Pair(nn.Module):

@@ -19,49 +19,7 @@ from tests.training.half_programs import (
     Net,
     adam,
     batch,
-    loss_of,
 )
-
-
-def with_accelerate(dtype: torch.dtype) -> Net:
-    accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(cpu=True)
-    model = Net().to(dtype)
-    ready, optimizer = accelerator.prepare(model, adam(model.parameters()))
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        accelerator.backward(loss_of(ready, dtype))
-        optimizer.step()
-    return model
-
-
-def with_trainer(dtype: torch.dtype) -> Net:
-    transformers = pytest.importorskip("transformers")
-
-    class Losses(Net):
-        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            out = super().forward(x.to(dtype))
-            return {"loss": nn.functional.cross_entropy(out.float(), labels)}
-
-    x, y = batch(FP32)
-    rows = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
-    model = Losses().to(dtype)
-    transformers.Trainer(
-        model,
-        transformers.TrainingArguments(
-            bf16=True,
-            use_cpu=True,
-            max_steps=STEPS,
-            learning_rate=RATE,
-            per_device_train_batch_size=32,
-            lr_scheduler_type="constant",
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-        ),
-        train_dataset=rows,
-    ).train()
-    return model
 
 
 def with_lightning(dtype: torch.dtype) -> Net:
@@ -165,25 +123,6 @@ def causal_by_trainer(dtype: torch.dtype) -> Any:
     return model
 
 
-def causal_saved(dtype: torch.dtype) -> Any:
-    transformers = pytest.importorskip("transformers")
-    model = llama(dtype)
-    optimizer = adam(model.parameters())
-    for _ in range(STEPS):
-        model(input_ids=ids(), labels=ids()).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.save_pretrained("saved")
-    torch.save(model.state_dict(), "saved.pt")
-    again = transformers.AutoModelForCausalLM.from_pretrained("saved", dtype="auto")
-    plain = torch.load("saved.pt", weights_only=True)
-    for name, value in model.state_dict().items():
-        for other in again.state_dict()[name], plain[name]:
-            assert other.dtype == dtype
-            assert torch.equal(other, value)
-    return model
-
-
 def resumed_by_trainer(dtype: torch.dtype) -> Any:
     whole = llama(dtype)
     by_trainer(whole, save_strategy="steps", save_steps=STEPS // 2).train()
@@ -191,24 +130,6 @@ def resumed_by_trainer(dtype: torch.dtype) -> Any:
     by_trainer(model).train(resume_from_checkpoint=f"out/checkpoint-{STEPS // 2}")
     for ours, theirs in zip(whole.parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, theirs), "it goes on bit for bit"
-    return model
-
-
-def seq2seq(dtype: torch.dtype) -> Any:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.T5Config(
-        vocab_size=64,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=1,
-        num_heads=4,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    model = transformers.T5ForConditionalGeneration(config).to(dtype)
-    by_trainer(model, "Seq2Seq").train()
     return model
 
 
@@ -228,27 +149,4 @@ def adapted(dtype: torch.dtype) -> Any:
 def adapters_by_trainer(dtype: torch.dtype) -> Any:
     model = adapted(dtype)
     by_trainer(model).train()
-    return model
-
-
-def adapters_merged(dtype: torch.dtype) -> Any:
-    peft = pytest.importorskip("peft")
-    model = adapted(dtype)
-    optimizer = adam([p for p in model.parameters() if p.requires_grad])
-    for _ in range(STEPS):
-        model(input_ids=ids(), labels=ids()).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.save_pretrained("adapters")
-    again = peft.PeftModel.from_pretrained(
-        llama(dtype), "adapters", autocast_adapter_dtype=False
-    )
-    with torch.no_grad():
-        found = again(input_ids=ids()).logits
-        assert torch.equal(found, model(input_ids=ids()).logits)
-        merged = again.merge_and_unload()
-        assert {p.dtype for p in merged.parameters()} == {dtype}
-        torch.testing.assert_close(
-            merged(input_ids=ids()).logits, found, atol=0.05, rtol=0.05
-        )
     return model

@@ -143,18 +143,6 @@ def test_an_optimizer_of_another_model_is_left_alone() -> None:
     assert stranger.step_was_skipped, "weights that are NaN give gradients that are NaN"
 
 
-def test_revert_takes_the_guard_away() -> None:
-    model = guarded()
-    optimizer = adamw(model)
-    train(model, optimizer, [1])
-    autoamp.revert(model)
-    assert not is_watched(optimizer)
-    loss_of(model, 1).backward()
-    poison(model)
-    optimizer.step()
-    assert not is_watched(optimizer)
-
-
 def test_converted_again_without_the_guard() -> None:
     model = guarded()
     optimizer = adamw(model)

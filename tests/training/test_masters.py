@@ -672,17 +672,6 @@ def test_groups_that_come_later_and_weights_that_are_thawed() -> None:
     assert_rounded(optimizer)
 
 
-def test_a_model_made_fp32_goes_on_without() -> None:
-    model = mlp()
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    autoamp.convert(model, optimizer)
-    train_once(model, optimizer)
-    model.float()
-    train_once(model, optimizer, batch(torch.float32))
-    assert masters_of(optimizer) == {}
-    assert model[0].weight.dtype == torch.float32
-
-
 @pytest.fixture
 def one_rank(tmp_path) -> Iterator[None]:
     torch.distributed.init_process_group(

@@ -238,20 +238,6 @@ def test_a_model_made_double_goes_on_without() -> None:
     }
 
 
-def test_a_second_optimizer_that_nobody_named_shares_the_masters() -> None:
-    model = net()
-    first, second = adam(model), optim.AdamW(model[0].parameters(), lr=1e-4)
-    autoamp.convert(model, first)
-    for step in range(4):
-        first.zero_grad()
-        loss_of(model, step).backward()
-        first.step()
-        second.step()
-    for param in model[0].parameters():
-        assert masters_of(second)[param] is masters_of(first)[param]
-        assert second.state[param]["exp_avg"].dtype == FP32
-
-
 class Listing(optim.SGD):
     """Holds all weights of a model, the frozen ones too, and a buffer of its own."""
 

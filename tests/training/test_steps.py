@@ -337,42 +337,17 @@ def guarded(model: nn.Module | None = None, **options: Any) -> nn.Module:
     return autoamp.convert(model or mlp(), **{**GUARD, **options})
 
 
-def fixed(**options: Any) -> Callable[[Any], Loop]:
-    """Loss scales that do not move, and graphs that see the overflow as well."""
-
-    def make(_: Any) -> Loop:
-        model = guarded(**options)
-        by = torch.optim.AdamW(model.parameters(), 0.1)
-        backward = lambda f: loss_of(model, 1, f).backward()  # noqa: E731
-        return Loop([by], model, backward, bad=math.inf, clips=False)
-
-    return make
-
-
-LOOPS |= {
-    f"{precision}, loss scale {scale}": fixed(precision=precision, loss_scale=scale)
-    for precision in ("fp16", "bf16")
-    for scale in ("off", 8.0)
-}
-
-
-def with_a_layer_of_others(precision: str) -> Loop:
-    """No graph of ours has filled the bad gradient, whatever the precision."""
-    model, other = guarded(precision=precision), mlp()
+@loop
+def a_layer_of_others(_: Any) -> Loop:
+    """No graph of ours has filled the bad gradient."""
+    model, other = guarded(), mlp()
     every = nn.ModuleList([model, other])
 
     def backward(factor: float) -> None:
         (loss_of(model, 1) + loss_of(other, 1)).backward()
         other[2].weight.grad.view(-1)[0] *= factor
 
-    by = sgd(every.parameters())
-    return Loop([by], every, backward, bad=math.inf, clips=False)
-
-
-LOOPS |= {
-    "a layer of others in bf16": lambda _: with_a_layer_of_others("bf16"),
-    "a layer of others in fp16": lambda _: with_a_layer_of_others("fp16"),
-}
+    return Loop([sgd(every.parameters())], every, backward, bad=math.inf, clips=False)
 
 
 @loop
