@@ -18,6 +18,7 @@ from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.messages import CANNOT_PAY, class_name
 from autoamp.passes.decide.devices import (
     KINDS,
+    Device,
     device_of,
     full_name,
     kind_of,
@@ -168,16 +169,25 @@ def choose_device_precision(
     if low is None:
         name = device if isinstance(device, torch.device) else full_name(device)
         low = kind_of(name).usual_dtype
-    if isinstance(device, torch.device):
-        profile = device_of(device, low)
-    else:
-        profile = named_device(device, low)
-    if options.do_no_harm and not profile.pays:
-        return None, (
-            f"{short_name(low)} {CANNOT_PAY} ({profile.name}): it would be slower "
-            f"than fp32. Use {options.advice('do_no_harm', False)} to convert it anyway"
-        )
-    return low, ""
+
+    def profile_in(dtype: torch.dtype) -> Device:
+        if isinstance(device, torch.device):
+            return device_of(device, dtype)
+        return named_device(device, dtype)
+
+    profile = profile_in(low)
+    if profile.pays or not options.do_no_harm:
+        return low, ""
+    where, instead = profile.name, ""
+    for other in LOW_DTYPES.values():
+        if profile_in(other).pays:
+            where = f"{profile_in(other).name}, which has no {short_name(low)} units"
+            better = options.advice("precision", short_name(other))
+            instead = f"Use {better}, which pays here, or "
+    return None, (
+        f"{short_name(low)} {CANNOT_PAY} ({where}): it would be slower than fp32. "
+        f"{instead or 'Use '}{options.advice('do_no_harm', False)} to convert it anyway"
+    )
 
 
 def _quantised(model: nn.Module, modules: Iterable[nn.Module]) -> str:

@@ -7,6 +7,9 @@ import torch
 from torch import nn
 
 import autoamp
+from autoamp.dtypes import Precision
+from autoamp.runtime.eligible import choose_device_precision
+from autoamp.training.options import Options
 
 WIDTH = 64
 
@@ -59,3 +62,28 @@ def test_a_model_with_low_ops_or_in_fp16_does_not_rest() -> None:
         low(torch.randn(8, WIDTH))
         half(torch.randn(8, WIDTH).half()).float().sum().backward()
     assert autoamp.report(low).runs == autoamp.report(half).runs == 3
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "says_what", "units"),
+    [
+        ("cpu:amx", "fp16", "has no fp16 units", "precision='bf16', which pays here"),
+        ("cpu:plain", "fp16", "without low-precision units", ""),
+        ("cpu:plain", "bf16", "without low-precision units", ""),
+        (
+            "cuda:sm_75",
+            "bf16",
+            "has no bf16 units",
+            "precision='fp16', which pays here",
+        ),
+    ],
+)
+def test_a_precision_without_units_names_the_one_that_has_some(
+    device: str, precision: Precision, says_what: str, units: str
+) -> None:
+    low, why = choose_device_precision(device, Options(precision=precision))
+    assert low is None
+    assert says_what in why
+    assert units in why
+    assert "do_no_harm=False" in why
+    assert ("which pays here" in why) == bool(units)
