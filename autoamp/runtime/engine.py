@@ -96,6 +96,9 @@ class Engine:
     shares_graphs: ClassVar[bool] = True
     """Whether models that are alike run the same graphs."""
 
+    rests: ClassVar[bool] = True
+    """Whether a model of which nothing runs low gets its own call path back."""
+
     def compiled_by(self, backend: Callable[..., Any]) -> Engine:
         """An engine with the same record that hands its graphs to `backend`."""
         options = self.options.compiled_by(backend)

@@ -248,7 +248,7 @@ class Entry:
             if not (self._bounded or self._by_autocast):
                 announce(self.engine.record)
         self._resting.pop(mode, None)
-        if self.engine.record.stays_fp32:
+        if self.engine.rests and self.engine.record.stays_fp32:
             self._resting[mode] = _Rest(args, kwargs)
         self._modes.add(mode)
         if mode[0] and self.engine.record.calls:

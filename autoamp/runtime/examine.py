@@ -149,6 +149,7 @@ class Examiner(Engine):
     """
 
     shares_graphs = False  # models that are alike run their graphs in another way
+    rests = False  # a question is about the ops that stay fp32, too
 
     play: Play | None = None
     _plain: dict[Prepared, Callable[..., Any]] = field(default_factory=dict)

@@ -222,6 +222,9 @@ class Comparison(Printed):
         other = raises if self.autocast is None else _pair(self.autocast)
         rows = [("autoamp", *_pair(self.errors)), ("torch.autocast", *other)]
         yield Table(["relative error of", "output", "gradients"], rows)
+        if not self.regions:
+            yield Line("")
+            yield Line(f"No op runs in {low} with these options: nothing is rounded.")
         yield from self._ops()
         yield from self._modules()
         yield from self._answer()

@@ -175,3 +175,34 @@ def test_an_op_in_a_body_is_named(kind: str) -> None:
     assert found.op == "aten::mul.Tensor", str(found)
     says(found.source, line="* 400 * 400")
     assert found.rule is not None
+
+
+class Infinite(nn.Module):
+    """Infinite in fp32, too; so small that no op runs low where bf16 has units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = line(), line()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.exp(self.up(x) + 90))
+
+
+@pytest.mark.usefixtures("bf16_units")
+@pytest.mark.parametrize("training", [True, False])
+def test_a_model_of_which_nothing_runs_low_is_looked_at(training: bool) -> None:
+    model, x = Infinite().train(training), small(4)
+    assert not any(op.is_low for op in autoamp.explain(model, x, precision="bf16").ops)
+    found = autoamp.find_overflow(model, x, precision="bf16")
+    assert found
+    assert "exp" in found.op
+    assert found.in_fp32
+
+
+@pytest.mark.usefixtures("bf16_units")
+def test_a_comparison_in_which_nothing_was_rounded_says_so() -> None:
+    found = autoamp.compare(line(), small(4), precision="bf16")
+    assert found.errors.output == 0
+    says(str(found), "No op runs in bf16", "nothing is rounded")
+    low = autoamp.compare(line(), small(4), precision="bf16", do_no_harm=False)
+    assert "nothing is rounded" not in str(low)
