@@ -99,29 +99,6 @@ def test_a_skipped_step_leaves_all_state(name: str, options: dict[str, Any]) -> 
     assert _holds_nothing(model)
 
 
-def test_an_accumulated_step_is_undone_from_its_first_batch() -> None:
-    model, optimizer = _made(_norm(), **GUARDED)
-    _step(model, optimizer, False)
-    before = _state(model)
-    assert _step(model, optimizer, True, False)
-    assert not _changed(model, before)
-
-
-def test_what_others_write_is_not_undone() -> None:
-    """Statistics that are loaded after a call that no step follows."""
-    model, optimizer = _made(_norm(), **GUARDED)
-    _step(model, optimizer, False)
-    loaded = {name: v + 1 for name, v in model.state_dict().items()}
-    model(torch.randn(6, WIDTH))
-    model.load_state_dict(loaded)
-    assert _step(model, optimizer, True)
-    assert not _changed(model, [*loaded.values()])
-    with torch.no_grad():
-        model(torch.randn(6, WIDTH))
-    assert _changed(model, [*loaded.values()])
-    assert _holds_nothing(model)
-
-
 def test_the_statistics_of_a_critic_are_undone_with_the_generators_step() -> None:
     scale = autoamp.DynamicLossScale(8.0)
     maker, of_maker = _made(_norm(), **FP16, loss_scale=scale)

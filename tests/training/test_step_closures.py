@@ -17,7 +17,6 @@ from tests.training.steps import (
     assert_same,
     fresh_copy,
     loss_of,
-    moved,
     name,
     state_of,
     weights_of,
@@ -68,17 +67,6 @@ class SAM(Optimizer):
         for p in weights:
             p.data = self.state[p]["old"]
         self.base.step()
-        return loss
-
-
-class ZeroFirst(torch.optim.SGD):
-    """Zeroes the gradients itself, before it evaluates."""
-
-    def step(self, closure: Any = None) -> Any:
-        self.zero_grad()
-        with torch.enable_grad():
-            loss = closure()
-        super().step()
         return loss
 
 
@@ -134,27 +122,6 @@ def test_sam(base: nn.Module, named: bool) -> None:
 
 class Tellable(SAM):
     step_was_skipped = False
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_optimizer_that_zeroes_before_it_evaluates(
-    base: nn.Module, named: bool
-) -> None:
-    results = []
-    for factors in ([1.0, 1.0, 1.0], [1.0, HUGE, 1.0, HUGE, 1.0]):
-        model = fresh_copy(base)
-        optimizer: Any = ZeroFirst(model.parameters(), 0.1, momentum=0.9)
-        if named:
-            name(optimizer, model)
-        good = 0
-        for factor in factors:
-            before = weights_of(model)
-            optimizer.step(evaluation(model, good, factor))
-            assert optimizer.step_was_skipped == (factor != 1.0)
-            assert moved(before, model) == (factor == 1.0)
-            good += factor == 1.0
-        results.append((weights_of(model), state_of(optimizer)))
-    assert_same(results[0], results[1])
 
 
 def test_first_step_that_cannot_be_stopped_is_an_error(base: nn.Module) -> None:

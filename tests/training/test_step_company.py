@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 import autoamp
-from autoamp import DynamicLossScale
 from autoamp.training.ledger import KEPT
 from tests.says import says
 from tests.training.steps import (
@@ -85,25 +84,6 @@ def test_gan_skips_the_step_that_overflowed(set_to_none: bool, frozen: bool) -> 
         assert_same(weights_of(gan.D), before[1])
         assert moved(before[0], gan.G) != bad_generator
     assert loss_scale(gan.D).scale < 2.0**15
-
-
-def test_unrelated_models_do_not_share() -> None:
-    models = [converted(), converted()]
-    optimizers: list[Any] = [torch.optim.SGD(m.parameters(), 0.1) for m in models]
-    for model, optimizer in zip(models, optimizers, strict=True):
-        loss_of(model, 0, HUGE if model is models[0] else 1.0).backward()
-        optimizer.step()
-    assert [o.step_was_skipped for o in optimizers] == [True, False]
-    assert [loss_scale(m).scale for m in models] == [2.0**14, 2.0**15]
-
-
-def test_one_scale_given_to_two_models() -> None:
-    shared = DynamicLossScale()
-    models = [converted(loss_scale=shared) for _ in range(2)]
-    optimizers: list[Any] = [torch.optim.SGD(m.parameters(), 0.1) for m in models]
-    loss_of(models[0], 0, HUGE).backward()
-    optimizers[0].step()
-    assert [loss_scale(m).scale for m in models] == [2.0**14] * 2 == [shared.scale] * 2
 
 
 # -- what becomes of an optimizer ------------------------------------------------------
