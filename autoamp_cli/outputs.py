@@ -13,8 +13,6 @@ from typing import Any
 
 import click
 
-from autoamp.errors import OptionError
-from autoamp.files import write_whole
 from autoamp_cli.problem import Problem
 
 PATH = click.Path(dir_okay=False, allow_dash=True)
@@ -60,6 +58,10 @@ def write(path: str, text: str) -> None:
     if path == "-":
         click.echo(text, nl=not text.endswith("\n"))
         return
+    # Not above: the package imports torch, and `--help` needs none of it.
+    from autoamp.errors import OptionError
+    from autoamp.files import write_whole
+
     try:
         write_whole(path, text)
     except OptionError as error:
