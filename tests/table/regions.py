@@ -16,12 +16,6 @@ GIVEN: dict[str, Any] = {
     "without": {"exported": "a graph break cannot be exported"},
 }
 
-NOT_SCALED: dict[str, Any] = GIVEN | {
-    "without": GIVEN["without"]
-    | {"scaled": "a known fault: the gradient of the input is lost"}
-}
-"""Where a graph breaks in a region without gradients, under a loss scale."""
-
 
 @row((4, 8), **GIVEN)
 def entered_later(m: Any, x: Tensor) -> Tensor:
@@ -53,7 +47,7 @@ def decorates(m: Any, x: Tensor) -> Tensor:
     return m.head(x) * frozen(x)
 
 
-@row((4, 8), **NOT_SCALED)
+@row((4, 8), **GIVEN)
 def enables(m: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         region = torch.enable_grad()
@@ -63,7 +57,7 @@ def enables(m: Any, x: Tensor) -> Tensor:
             return m.head(x) * z
 
 
-@row((4, 8), **NOT_SCALED)
+@row((4, 8), **GIVEN)
 def breaks_inside(m: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         z = m.frozen(x)

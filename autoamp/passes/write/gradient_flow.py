@@ -74,8 +74,15 @@ class GraphFlow:
         return flows and _is_float(node)
 
     def carries(self, node: fx.Node) -> bool:
-        """Whether a gradient flows through `node`; always so for a node we added."""
-        return node.name in self._flowing or node.name not in self.facts.nodes
+        """Whether a gradient flows through `node`.
+
+        It does through each node that we added, unless that stands where grad mode is
+        off: a cast there has no gradient, and an alias that it shared with readers
+        outside would have none either.
+        """
+        if node.name in self._flowing:
+            return True
+        return node.name not in self.facts.nodes and self.recording.get(node, True)
 
     def is_plain(self, node: fx.Node) -> bool:
         return (
