@@ -123,7 +123,11 @@ def test_every_call_stays_low_and_graphs_are_not_made_for_each(
     if case == (appends, list):
         said = [what for what, why in report.skipped if "grows" in why]
         names = {what.rpartition(" ")[2] for what in said}
-        assert {"step", "appends"} <= names <= {"forward", "step", "appends"}
+        if name == "forward":
+            assert {"step", "appends"} <= names <= {"forward", "step", "appends"}
+        else:  # no graph holds the method, but that of the module in it
+            assert not names
+            assert any(what == "Changing.step" for what, _ in report.skipped)
 
 
 def test_what_settles_stays_one_graph() -> None:
