@@ -284,7 +284,12 @@ class AutomaticMode:
                 return
         try:
             told = self.on_capture
-            convert_model(target, options, automatic=True, on_capture=told)
+            model = convert_model(target, options, automatic=True, on_capture=told)
+            state = conversion_of(model)
+            is_left = state is None or state.engine is None
+            if is_left and has_half(parameters_of(model)):
+                # Before its first call: its first step may be skipped, too.
+                guard_half(model, options, automatic=True)
         except Exception as error:  # a script must not fail because of autoamp
             if options.strict:
                 raise
@@ -292,9 +297,6 @@ class AutomaticMode:
         state = conversion_of(target)
         if state is not None and state.engine is not None:
             self._engines.add(state.engine)
-        elif state is not None and has_half(parameters_of(inside(target))):
-            # Before its first call: its first step may be skipped, too.
-            guard_half(inside(target), options, automatic=True)
 
 
 def _in_fp32(original: Call) -> Call:

@@ -1,10 +1,10 @@
 """Modules that a script calls by themselves: whether and how they are captured.
 
 A script may call `model.body(x)`, and a method such as `model.encode(x)` calls modules
-too.  At its first call outside of the
-model's captured calls such a module is given a `forward` of ours, as the model was.  It
-runs under the model's engine, and so under the options, the record and the loss scale
-of the model, which is the root that the paths of modules begin at.
+too.  At its first call outside of the model's captured calls such a module is given a
+`forward` of ours, as the model was.  The module runs under the model's engine, and so
+under the options, the record and the loss scale of the model, which is the root that
+the paths of modules begin at.
 """
 
 from __future__ import annotations

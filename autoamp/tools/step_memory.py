@@ -112,6 +112,12 @@ def _kept_for_backward(
         inputs.append(fake)
         if is_copy or node.name in parameters:
             weights.append(fake)
-    with compat.autocast_off(), mode, torch.enable_grad():
-        kept = tensors_saved(lambda: _WithoutMeta(gm).run(*inputs), weights)
+    # A graph enters regions by calls: one that raises half-way would leave them on.
+    modes, drawn = compat.Modes(), compat.Generators()
+    try:
+        with compat.autocast_off(), mode, torch.enable_grad():
+            kept = tensors_saved(lambda: _WithoutMeta(gm).run(*inputs), weights)
+    finally:
+        modes.restore()
+        drawn.restore()
     return sum(map(bytes_held, kept))
