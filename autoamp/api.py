@@ -130,7 +130,7 @@ def convert(
         placement: "optimal" (least cost), "tensorflow", "promote" or "forced".
         objective: "time" or "memory".
         backend: "eager", which runs the rewritten graph as it is, "inductor", which
-            compiles it, or any Dynamo backend.
+            compiles it, or any Dynamo backend or its name in torch ("aot_eager").
         do_no_harm: whether ops that are predicted to gain nothing stay in fp32.
         strict: whether to raise an error instead of falling back to fp32.
         example_inputs: arguments to capture with at once, not at the first call.

@@ -11,6 +11,8 @@ from typing import Any, cast
 import torch
 import torch._dynamo
 from torch import fx
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.exc import InvalidBackend, RestartAnalysis
 from torch.autograd import forward_ad
 
 from autoamp.compat.distributed import active_ddp, in_buckets, splits_for_ddp
@@ -28,7 +30,7 @@ def compile_with(
     """`gm` compiled by a backend, for a caller that is inside a backend itself.
 
     Args:
-        backend: "eager" (`gm` as it is), "inductor" or any Dynamo backend.
+        backend: "eager" (`gm` as it is), or any Dynamo backend or its name.
         exact_casts: whether the kernels of inductor round at each cast.
         reading: filled in with what inductor makes of casts.
     """
@@ -37,13 +39,27 @@ def compile_with(
     if is_inductor(backend):
         plain = unwrapped_backend(backend)
         backend = inductor_backend(plain, exact_casts=exact_casts, reading=reading)
-    assert callable(backend)
+    function = named_backend(backend) if isinstance(backend, str) else backend
+    assert function is not None, "Options refuses names that torch does not know"
     ddp = active_ddp()
     with reading_casts(reading):
         if ddp is not None and splits_for_ddp() and torch.is_grad_enabled():
-            return in_buckets(backend, gm, example_inputs, ddp)
-        compiled: Callable[..., Any] = cast(Any, backend(gm, list(example_inputs)))
+            return in_buckets(function, gm, example_inputs, ddp)
+        compiled: Callable[..., Any] = cast(Any, function(gm, list(example_inputs)))
     return compiled
+
+
+def named_backend(name: str) -> Callable[..., Any] | None:
+    """The Dynamo backend that torch has under a name; None where it has none."""
+    try:
+        return cast(Any, lookup_backend(name))  # type: ignore[no-any-return]
+    except InvalidBackend:
+        return None
+
+
+BEGUN_AGAIN = RestartAnalysis
+"""The error by which a backend has Dynamo trace a frame again: inductor raises it where
+the graph computes with a float that it can only take as a constant."""
 
 
 def resolved_backend(

@@ -21,7 +21,7 @@ from autoamp.removed import OPTIONS as REMOVED
 
 Placement = Literal["optimal", "tensorflow", "promote", "forced"]
 Objective = Literal["time", "memory"]
-Backend = Literal["eager", "inductor"]
+Backend = Literal["eager", "inductor", "aot_eager"]
 
 # The check of a value and the type of a value are one list.
 PLACEMENTS: tuple[str, ...] = get_args(Placement)
@@ -99,13 +99,21 @@ class PassOptions:
             )
         choice("placement", self.placement, PLACEMENTS)
         choice("objective", self.objective, OBJECTIVES)
-        if not callable(self.backend):
-            choice("backend", self.backend, BACKENDS, "or any Dynamo backend callable")
+        if not (callable(self.backend) or self._names_a_backend()):
+            extra = 'or any Dynamo backend or its name in torch, except "autoamp"'
+            choice("backend", self.backend, BACKENDS, extra)
         for name in ("do_no_harm", "strict", "exact_casts", "calibrate"):
             switch(name, getattr(self, name))
         object.__setattr__(self, "fuse", _kernels(self.fuse))
         self._check_exact_casts()
         self._check_rules()
+
+    def _names_a_backend(self) -> bool:
+        """Whether torch knows another compiler than this one by the name `backend`."""
+        name: object = self.backend  # torch knows more names than the type lists
+        if name == "autoamp" or not isinstance(name, str):
+            return False
+        return name in BACKENDS or compat.named_backend(name) is not None
 
     def _check_rules(self) -> None:
         """Checks the rules at once, and not only when a model is captured.

@@ -148,6 +148,8 @@ class Engine:
                     hold_first_run(found, options, self.record.note)
                 self.bind(found, example_inputs)
             return found
+        except compat.BEGUN_AGAIN:  # Dynamo hands in another graph, and nothing failed
+            raise
         except Exception as error:
             if options.strict:
                 # Dynamo wraps what a backend raises; `Entry._run` raises this one
@@ -236,6 +238,8 @@ class Engine:
     ) -> Prepared:
         try:
             found = as_it_is(gm, example_inputs, self._options, problem)
+        except compat.BEGUN_AGAIN:
+            raise
         except Exception:  # the compiler fails on this graph too: Dynamo runs the model
             self.record.leave_out(problem)
             raise

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 
 import autoamp
 from tests.logs import warned
@@ -185,3 +186,47 @@ def test_a_backend_may_read_why_a_graph_ends(x: Tensor) -> None:
         model(x)
     assert seen == [False]
     assert autoamp.report(model).runs == 1
+
+
+# -- compilers by name, and compilers that ask for another graph -----------------------
+
+
+class BeginsAgain(Seen):
+    """A backend that has Dynamo trace the frame again, as inductor may."""
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        if not self.graphs:
+            self.graphs.append(gm)
+            raise TensorifyScalarRestartAnalysis
+        return super().__call__(gm, inputs)
+
+
+def by_convert(model: nn.Module, **options: Any) -> Callable[..., Any]:
+    return autoamp.convert(model, **BF16, **options)
+
+
+def by_name(model: nn.Module, **options: Any) -> Callable[..., Any]:
+    return torch.compile(model, backend="autoamp", options={**BF16, **options})
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("way", [by_convert, by_name])
+def test_a_compiler_may_ask_for_another_graph(
+    way: Callable[..., Any], strict: bool, x: Tensor, caplog
+) -> None:
+    model, seen = mlp(), BeginsAgain()
+    exact = model(x)
+    assert is_rounded(way(model, backend=seen, strict=strict)(x), exact)
+    assert not warned(caplog)
+
+
+@pytest.mark.parametrize("way", [by_convert, by_name])
+def test_a_compiler_may_be_named_as_torch_names_it(
+    way: Callable[..., Any], x: Tensor
+) -> None:
+    model = mlp()
+    exact = model(x)
+    y = way(model, backend="aot_eager", strict=True)(x)
+    assert is_rounded(y, exact)
+    y.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
