@@ -108,6 +108,19 @@ def lies_in(tensor: torch.Tensor, memory: Memory) -> bool:
     return memory() is _memory_object(tensor)
 
 
+def region_of(tensor: torch.Tensor) -> Hashable:
+    """A key of the memory that `tensor` shows, equal for tensors that show the same.
+
+    It is another's once the memory is freed.  Tensors without a storage have their id.
+    """
+    try:
+        memory = tensor.untyped_storage()._cdata
+    except NotImplementedError:  # sparse and other storage-less layouts
+        return id(tensor)
+    where = tensor.device, memory, tensor.storage_offset()
+    return where, tensor.shape, tensor.stride()
+
+
 def watch_memory(
     tensor: torch.Tensor, key: Hashable, gone: Callable[[Memory], None]
 ) -> Memory:

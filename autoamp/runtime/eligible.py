@@ -46,13 +46,12 @@ def _parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return [*{id(parameter): parameter for parameter in every}.values()]
 
 
-def unsupported(
-    model: Any, *, needs_data: bool = True, around: bool = False
-) -> str | None:
+def unsupported(model: Any, *, around: bool = False) -> str | None:
     """Why `model` cannot be converted, with what to do instead; None if it can.
 
+    A model on the meta device can: weights may come after `convert`, or at each call.
+
     Args:
-        needs_data: whether a model on the meta device cannot be converted.
         around: whether a model inside an engine of another library cannot, either.
     """
     if not isinstance(model, nn.Module):
@@ -76,12 +75,6 @@ def unsupported(
             f"{name} has no forward, and no module in it has one, so that there is no "
             "call to capture; give it a forward that computes"
         )
-    path = _on_meta(model) if needs_data and not compat.is_functional(model) else ""
-    if path:
-        return (
-            f"{path} of {name} is on the meta device and holds no data; load the "
-            "weights first (model.to_empty(device=...), then load_state_dict)"
-        )
     # The engine around a model is searched for among all objects, and comes last.
     engine = foreign.engine_of(model, around=around)
     return f"{name} cannot be converted. {engine}" if engine else None
@@ -92,14 +85,16 @@ def _has_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) or of_class is not nn.Module.forward
 
 
-def _on_meta(model: nn.Module) -> str:
-    """The path of the first parameter or buffer on the meta device, or ""."""
-    for path, module in compat.named_modules_of(model):
-        for held in (compat.parameters_here(module), compat.buffers_here(module)):
-            for name, tensor in held.items():
-                if tensor is not None and tensor.is_meta:
-                    return f"{path}.{name}" if path else name
-    return ""
+def home_of(model: nn.Module) -> torch.device:
+    """The device of the model's first weight with data.
+
+    A model without one is expected on a GPU if there is one, otherwise on the CPU.
+    """
+    weights = parameters_of(model)
+    for weight in weights:
+        if not weight.is_meta:
+            return weight.device
+    return torch.device("cuda" if weights and torch.cuda.is_available() else "cpu")
 
 
 def choose_precision(
@@ -111,14 +106,10 @@ def choose_precision(
         device: as for `named_device`; by default the device of the model.
     """
     modules = compat.modules_of(model)
-    parameters = _parameters_in(modules)
-    reason = _quantised(model, modules) or _nothing_to_convert(parameters)
+    reason = _quantised(model, modules) or _nothing_to_convert(_parameters_in(modules))
     if reason:
         return None, reason
-    if device is not None:
-        return choose_device_precision(device, options)
-    own = parameters[0].device if parameters else torch.device("cpu")
-    return choose_device_precision(own, options)
+    return choose_device_precision(device or home_of(model), options)
 
 
 def required_precision(

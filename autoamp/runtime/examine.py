@@ -31,7 +31,7 @@ from autoamp.runtime.conversion import (
     install,
     without_ours,
 )
-from autoamp.runtime.eligible import for_model, parameters_of, unsupported
+from autoamp.runtime.eligible import for_model, unsupported
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.entry import Entry
 from autoamp.runtime.graph import Graph
@@ -44,17 +44,27 @@ Play = Callable[[Prepared, tuple[Any, ...]], Any]
 """Runs a graph on the arguments of a call, and returns its results."""
 
 
-def checked_model(model: Any) -> nn.Module:
+def checked_model(model: Any, *, needs_data: bool = True) -> nn.Module:
     """The module to ask about, inside any wrapper that only distributes calls.
 
+    Args:
+        needs_data: whether the question is about numbers that the model computes.
+
     Raises:
-        UnsupportedModelError: `model` is no module, or cannot be captured.
+        UnsupportedModelError: `model` is no module, cannot be captured, or holds no
+            data.
     """
     model = compat.inside_wrappers(model)
-    reason = unsupported(model, needs_data=False)
+    reason = unsupported(model)
     if reason is not None:
         raise UnsupportedModelError(reason)
     assert isinstance(model, nn.Module)
+    path = without_data(model) if needs_data else ""
+    if path:
+        raise UnsupportedModelError(
+            f"{path} of {class_name(model)} is on the meta device, and nothing loads "
+            "it for a call; load the model's weights onto a device first"
+        )
     return model
 
 
@@ -108,9 +118,30 @@ def twin_of(model: nn.Module) -> nn.Module:
     return twin
 
 
+def without_data(model: nn.Module) -> str:
+    """The path of the first weight or buffer without data, not even in a call, or "".
+
+    Hooks before a module's calls, or a `forward` that a library has put on it, may load
+    its weights, and those of modules inside it, for each call: Accelerate's offloading
+    leaves them on the meta device between calls.
+    """
+    loaded: list[str] = []
+    for path, module in compat.named_modules_of(model):
+        own = without_ours(module.__dict__, module)
+        loads = "forward" in own or own["_forward_pre_hooks"]
+        if loads or path.startswith(tuple(loaded)):
+            loaded.append(f"{path}." if path else "")
+            continue
+        held = compat.parameters_here(module) | compat.buffers_here(module)
+        for name, tensor in held.items():
+            if tensor is not None and tensor.is_meta:
+                return f"{path}.{name}" if path else name
+    return ""
+
+
 def on_the_models_device(model: nn.Module, values: Any) -> Any:
-    """`values`; if the model is on the meta device, with every tensor moved there."""
-    if not any(parameter.is_meta for parameter in parameters_of(model)):
+    """`values`; if the model holds no data, with every tensor on the meta device."""
+    if not without_data(model):
         return values
     return pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), values)
 

@@ -19,7 +19,7 @@ from autoamp.dtypes import needs_loss_scale
 from autoamp.errors import OptionError
 from autoamp.messages import class_name
 from autoamp.passes.record import Prepared, Rewritten
-from autoamp.runtime.eligible import parameters_of
+from autoamp.runtime.eligible import home_of
 from autoamp.runtime.examine import Examiner, replanned, twin_of
 from autoamp.runtime.kept import left_as_it_is
 from autoamp.training.options import Options
@@ -189,9 +189,8 @@ class StandIn:
     def under_autocast(self, model: nn.Module) -> Heard | None:
         """A call under `torch.autocast`; None where it raises on this model."""
         found = Heard()
-        device = next((p.device.type for p in parameters_of(model)), "cpu")
         with contextlib.suppress(RuntimeError):
-            with torch.autocast(device, self.engine.record.low):
+            with torch.autocast(home_of(model).type, self.engine.record.low):
                 self.run(twin_of(model), found, self.scale)
             return found
         return None

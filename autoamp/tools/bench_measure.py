@@ -22,6 +22,7 @@ from autoamp.passes.check.saved import saved_bytes
 from autoamp.passes.decide.devices import available
 from autoamp.passes.decide.devices import device_of as figures_of_device
 from autoamp.passes.speeds.clock import device_name, finish
+from autoamp.runtime.eligible import home_of
 from autoamp.runtime.examine import checked_model, options_for
 from autoamp.tools import bench_memory as memory
 from autoamp.tools.bench import Bench, Row
@@ -35,7 +36,7 @@ from autoamp.tools.bench_step import (
     sigma,
     token_count,
 )
-from autoamp.tools.bench_ways import KINDS, Way, device_of, ways_for
+from autoamp.tools.bench_ways import KINDS, Way, ways_for
 from autoamp.tools.count import CountingMode
 from autoamp.tools.named import given
 from autoamp.training.meter import shares_of
@@ -173,7 +174,7 @@ class _Measurement:
     loss_from: str = ""
 
     def __post_init__(self) -> None:
-        self.device = device_of(self.model)
+        self.device = home_of(self.model)
         self.notes = _busy()
         self.begun = time.perf_counter()
 

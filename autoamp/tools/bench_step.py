@@ -22,6 +22,7 @@ from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.messages import class_name, printable_line
 from autoamp.passes.speeds.clock import finish
 from autoamp.runtime.convert import convert_model, revert_model
+from autoamp.runtime.eligible import home_of
 from autoamp.runtime.stand_in import (
     Call,
     LossFn,
@@ -32,7 +33,7 @@ from autoamp.runtime.stand_in import (
     own_loss,
     relative_error,
 )
-from autoamp.tools.bench_ways import Way, device_of
+from autoamp.tools.bench_ways import Way
 from autoamp.training.masters import has_half
 from autoamp.training.meter import UpdateMeter
 
@@ -220,7 +221,7 @@ class Running:
         """
         way, task = self.way, self.task
         self.model = _copy_of(model).train(task.trains)
-        self.device = device_of(model)
+        self.device = home_of(model)
         self.rewind()
         if task.kind == "generate" and not hasattr(model, "generate"):
             raise OptionError(f"{class_name(model)} has no method `generate`")

@@ -13,7 +13,12 @@ from torch import nn
 from autoamp.dtypes import LOW_DTYPES, row_of, short_name
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.messages import class_name
-from autoamp.runtime.eligible import choose_precision, not_converted, parameters_of
+from autoamp.runtime.eligible import (
+    choose_precision,
+    home_of,
+    not_converted,
+    parameters_of,
+)
 from autoamp.training.options import Options
 
 WayName = Literal["fp32", "tf32", "autocast", "autoamp", "half"]
@@ -66,7 +71,7 @@ def ways_for(
     if wrong := next((kind for kind in asked if kind not in KINDS), None):
         raise OptionError(f"{wrong!r} is not a way: give any of {', '.join(KINDS)}")
     low, half = _precision_for(model, options), arrived(model)
-    has_tf32 = _has_tf32(device_of(model))
+    has_tf32 = _has_tf32(home_of(model))
     plain = [
         Way(kind, low, options, arrived=half)
         for kind in KINDS
@@ -74,12 +79,6 @@ def ways_for(
     ]
     again = [replace(way, compiled=True) for way in plain]
     return plain + again if compiled else plain
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """The device of the model's weights."""
-    found = next((p.device for p in parameters_of(model)), None)
-    return found or torch.device("cpu")
 
 
 def arrived(model: nn.Module) -> str:

@@ -48,7 +48,6 @@ from autoamp.runtime.examine import (
     before_rewrite,
     checked_model,
     examined,
-    on_the_models_device,
 )
 from autoamp.runtime.stand_in import Call, Heard, LossFn, StandIn, relative_error
 from autoamp.tools.named import given
@@ -309,7 +308,7 @@ def compare_model(
     if tolerance is not None and not 0 < tolerance < math.inf:
         raise OptionError(f"tolerance={tolerance!r} is not a positive number")
     low, _ = required_precision(model, options)
-    call: Call = on_the_models_device(model, (args, dict(kwargs)))
+    call: Call = (args, dict(kwargs))
     with examined(model, options, low) as (twin, engine):
         bench = _Bench(twin, engine, call, loss_fn, trains=twin.training)
         fp32 = bench.trial(hears=True)

@@ -10,15 +10,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from autoamp.messages import class_name
-from autoamp.passes.decide.devices import Device, device_of, named_device
+from autoamp.passes.decide.devices import device_of, named_device
 from autoamp.report.report import Report
 from autoamp.report.reporting import report_of
-from autoamp.runtime.eligible import choose_precision, parameters_of
-from autoamp.runtime.examine import checked_model, examined, on_the_models_device
+from autoamp.runtime.eligible import choose_precision, home_of
+from autoamp.runtime.examine import (
+    checked_model,
+    examined,
+    on_the_models_device,
+    without_data,
+)
 from autoamp.runtime.kept import capture_now
 from autoamp.tools.named import given
 from autoamp.tools.step_memory import memory_of_step
@@ -44,9 +48,10 @@ def explain_model(
         OptionError: `device` is unknown.
     """
     made = given("explain", model, args, kwargs, meta=True)
-    model, args, kwargs = checked_model(made.model), made.args, made.kwargs
-    if device is None and any(p.is_meta for p in parameters_of(model)):
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    args, kwargs = made.args, made.kwargs
+    model = checked_model(made.model, needs_data=False)
+    if device is None and without_data(model):
+        device = home_of(model).type
     low, why_not = choose_precision(model, options, device)
     label = class_name(model)
     if low is None:
@@ -58,11 +63,7 @@ def explain_model(
     # Dynamo may begin a frame anew after it has captured a graph, which never runs.
     graphs = engine.record.graphs
     graphs[:] = [each for each in graphs if each.runs] or graphs
-    found = report_of(engine.record, model, (asked or _own_device(model, low)).name)
+    found = report_of(
+        engine.record, model, (asked or device_of(home_of(model), low)).name
+    )
     return replace(found, memory=memory_of_step(model, found))
-
-
-def _own_device(model: nn.Module, low: torch.dtype) -> Device:
-    parameters = parameters_of(model)
-    here = parameters[0].device if parameters else torch.device("cpu")
-    return device_of(here, low)

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from autoamp.dtypes import parse_low_dtype
-from autoamp.errors import UnsupportedModelError
 from autoamp.messages import class_name, log_once
 from autoamp.passes.decide.devices import named_device
 from autoamp.passes.kernels.table import CHANNELS_LAST
@@ -28,7 +27,6 @@ from autoamp.runtime.eligible import (
     choose_precision,
     for_model,
     not_converted,
-    unsupported,
 )
 from autoamp.runtime.examine import checked_model
 from autoamp.runtime.kept import left_as_it_is
@@ -79,9 +77,6 @@ def export_model(
     made = given("export", model, call.args, call.kwargs, trains=False, caches=False)
     model = checked_model(made.model)
     call = replace(call, args=made.args, kwargs=made.kwargs)
-    reason = unsupported(model)
-    if reason is not None:
-        raise UnsupportedModelError(reason)
     if model.training:
         log_once(
             logger,

@@ -480,18 +480,14 @@ def _loss_scale(model: nn.Module, engine: Engine) -> float:
 
 
 def _check_devices(model: nn.Module, call: Call) -> None:
-    """Checks that the model holds data, and that arguments are on its devices.
+    """Checks that arguments are on the devices of the model.
 
     Raises:
-        UnsupportedModelError: the model is on the meta device, or an argument is on a
-            device where the model is not.
+        UnsupportedModelError: an argument is on a device where the model is not.
     """
     homes = {p.device for p in (*parameters_of(model), *model.buffers())}
     if any(home.type == "meta" for home in homes):
-        raise UnsupportedModelError(
-            f"{class_name(model)} is on the meta device, where no number can leave its "
-            "range: load its weights first (model.to_empty(...), load_state_dict)"
-        )
+        return  # weights that are loaded at each call come with hooks for arguments
     for path, value in pytree.tree_leaves_with_path(call):
         if not isinstance(value, Tensor) or not homes or not value.dim():
             continue

@@ -99,8 +99,12 @@ COPIES: dict[torch.dtype, dict[Hashable, Copy]] = {d: {} for d in LOW_DTYPES.val
 
 
 def key_of(weight: torch.Tensor, layout: torch.memory_format) -> Hashable:
-    """The id of the weight, and the layout of the copy unless it is the weight's."""
-    return id(weight) if layout is AS_THE_WEIGHT else (id(weight), layout)
+    """The key of the copy of a weight in a layout.
+
+    The copy belongs to the weight's memory and not to the tensor: a library that loads
+    weights for each call makes new tensors of the same memory again and again.
+    """
+    return compat.region_of(weight), layout
 
 
 def copies_of(weight: torch.Tensor) -> list[Copy]:

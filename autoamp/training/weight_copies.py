@@ -185,13 +185,10 @@ class WeightCopies:
     def _find(self, weight: torch.Tensor, layout: torch.memory_format) -> Copy:
         """The copy of a weight; a new copy where the weight has none of its layout."""
         store, key = COPIES[self.low], key_of(weight, layout)
-        # The copy of a freed weight that had the same `id` does no harm: a copy without
-        # a sentinel is refreshed, and a sentinel is valid for one address only.
+        # The copy of freed memory that lay at the same place does no harm: a copy
+        # without a sentinel is refreshed, and a sentinel is valid for one address only.
         copy = store.get(key)
-        # `p.data = other` may change shape, strides or device of the same object.
-        if copy is None or not _is_laid_out(copy.low, weight, layout):
-            if copy is not None:
-                copy.look_alone()
+        if copy is None:
             copy = store[key] = Copy(weight, self.low, layout)
             PLANS.clear()
         return copy
@@ -259,18 +256,6 @@ class MeshedCopies(WeightCopies):
             compat.copy_all(lows, held)
         self.refreshed += len(lows)
         return lows
-
-
-def _is_laid_out(
-    low: torch.Tensor, weight: torch.Tensor, layout: torch.memory_format
-) -> bool:
-    """Whether a copy has the shape and device of `weight`, and the layout `layout`."""
-    if low.shape != weight.shape or low.device != weight.device:
-        return False
-    if layout is AS_THE_WEIGHT and low.stride() == weight.stride():
-        return True
-    like = torch.empty_like(weight, device="meta", memory_format=layout)
-    return low.stride() == like.stride()
 
 
 def before_write(parameters: Iterable[torch.Tensor]) -> None:

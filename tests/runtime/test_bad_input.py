@@ -30,12 +30,7 @@ def test_not_a_module(thing: Any) -> None:
             ask(thing)
 
 
-def partly_on_meta() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-
-
 UNSUPPORTED: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
-    "on meta": (partly_on_meta, ("1.weight of Sequential", "meta", "load the weights")),
     "scripted": (lambda: torch.jit.script(nn.Linear(2, 2)), ("TorchScript",)),
     "compiled": (
         lambda: torch.compile(nn.Linear(2, 2), backend="eager"),
