@@ -26,12 +26,28 @@ from autoamp.compat.frames import (
     set_frames_action,
 )
 from autoamp.compat.layers import layer_captured, layer_left
-from autoamp.compat.limits import Changing
+from autoamp.compat.limits import (
+    Changing,
+    NoMoreGraphsError,
+    change_among,
+    guards_against,
+    too_many_hooked,
+)
 from autoamp.compat.patches import dynamo_patched
 from autoamp.compat.places import Paths, guard_place, placed, root_frame
 
 _FORBIDDEN = "using FX to symbolically trace"
 """A part of what Dynamo says, before anything has run, where torch.fx traces a call."""
+
+
+_FULL = (
+    "Dynamo is at the recompile limit (torch._dynamo.config.recompile_limit), and "
+    "these calls need graphs of their own. They differ in {}"
+)
+_HOOKED = (
+    "hooks come and go between these calls, and each set of hooks needs a graph of its "
+    "own. They differ in {}: register a hook once, before the first call"
+)
 
 
 class CompiledEntry:
@@ -181,14 +197,22 @@ class _Frames:
         self, callback: Any, base: Any, frame: Any, *args: Any, **kw: Any
     ) -> Any:
         """Dynamo's result for a frame; too much captured leaves the frame to Python."""
-        amount = self._backend.amount
+        amount, is_entry = self._backend.amount, frame.f_code is self._entry
         if amount.too_much:
             self._backend.stop()
+            if is_entry:
+                raise NoMoreGraphsError(amount.too_much)
             found = ConvertFrameReturn()
             found.apply_to_code = False  # our limit is not other models'
             return found
+        against = guards_against(frame, self._backend) if is_entry else []
+        if too_many_hooked(against):
+            raise NoMoreGraphsError(_HOOKED.format(change_among(against, frame)))
         before, since = self._backend.nodes, Since()
         found = self._compiled(callback, base, frame, since, *args, **kw)
+        if is_entry and found is self._exceeded.get(frame.f_code):
+            # Nothing has run yet: the whole call may be made in another way.
+            raise NoMoreGraphsError(_FULL.format(change_among(against, frame)))
         if since.was_traced(found):
             nodes = self._backend.nodes - before
             amount.note((frame.f_code, *sorted(module_of(frame))), nodes)
@@ -232,7 +256,7 @@ class _Frames:
                 self._changing.note(changed)
         elif found.apply_to_code:
             said = bool(error) or since.broke_off(frame, found)
-            self._left(code, found, error, since.broke_at if said else None)
+            self._left(frame, found, error, since.broke_at if said else None)
         return found
 
     def _options(self, code: types.CodeType, as_is: bool) -> dict[str, Any]:
@@ -282,14 +306,12 @@ class _Frames:
         # that waited while another made the same graph add one each.
         return others + max(len(self._modules[code]) - 1, 0) + self._raced[code]
 
-    def _left(
-        self, code: types.CodeType, found: Any, error: str, broke_at: str | None
-    ) -> None:
-        """Notes that Dynamo leaves `code` to Python, after a graph break if not None.
+    def _left(self, frame: Any, found: Any, error: str, broke_at: str | None) -> None:
+        """Notes that Dynamo leaves a frame to Python, after a graph break if not None.
 
         Nothing is said about the entry, whose calls without a graph are counted.
         """
-        own = code is self._entry
+        code, own = frame.f_code, frame.f_code is self._entry
         if found.frame_exec_strategy.cur_action.name != "RUN_ONLY":
             said = broke_at is not None
             left = Left(
@@ -307,4 +329,6 @@ class _Frames:
         found.frame_exec_strategy = frames_strategy("RUN_ONLY", "DEFAULT")
         self._exceeded[code] = found
         if not own:
-            self.skipped.append(Left(code, at_limit=True))
+            against = guards_against(frame, self._backend)
+            changes = change_among(against, frame)
+            self.skipped.append(Left(code, at_limit=True, changes=changes))

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
-from autoamp.compat.frames import entries_of, module_of
+from torch import nn
+
+from autoamp.compat.frames import entries_of, methods_modules, module_of
+from autoamp.messages import printable_line
 
 _MOST_SMALL_GRAPHS = 64  # where a graph holds few nodes
 _FEW_NODES = 16  # a graph of fewer has little for a rewrite to decide
@@ -15,6 +19,13 @@ _MOST_FRAMES = 64  # functions that Dynamo may trace where most give no graph
 _FEW_IN_FRAMES = 2  # fewer nodes for each traced function are not worth a trace
 _MOST_TIMES = 6  # the same work may be captured in training, in eval mode, ...
 _FREE_NODES = 1000  # captured again without a limit, because they take seconds
+
+
+_MOST_HOOKED = 3  # graphs that differ in hooks: with some, without, with others
+
+
+class NoMoreGraphsError(Exception):
+    """No graph fits a call, and no more are to be captured; no code of it has run."""
 
 
 class Amount:
@@ -166,10 +177,7 @@ def _place(entry: Any, code: types.CodeType, held: dict[str, Any]) -> tuple[str,
 
     The first is "" where they hold, and where they fail on a tensor or a truth value.
     """
-    result = entry.guard_manager.check_verbose(held)
-    if result.result or not result.verbose_code_parts:
-        return "", False
-    text = str(result.verbose_code_parts[0]).partition("  #")[0].strip()
+    text = _failed_guard(entry, held)
     known = _ID.match(text)
     left, equals, right = text.partition(" == ")
     if known:
@@ -184,3 +192,67 @@ def _place(entry: Any, code: types.CodeType, held: dict[str, Any]) -> tuple[str,
     for name in ("self", *code.co_varnames[:1]):
         left = left.replace(f"L[{name!r}]", "the module").replace(f"{name}.", ".")
     return left, is_number
+
+
+def _failed_guard(entry: Any, held: dict[str, Any]) -> str:
+    """The first guard of an entry that fails, as Python code; "" where all hold."""
+    result = entry.guard_manager.check_verbose(held)
+    if result.result or not result.verbose_code_parts:
+        return ""
+    return str(result.verbose_code_parts[0]).partition("  #")[0].strip()
+
+
+def guards_against(frame: Any, backend: Any) -> list[str]:
+    """For each graph that `backend` made of a frame's code, the guard that fails."""
+    found = [each for each in entries_of(frame.f_code) if each.backend is backend]
+    return [_failed_guard(each, frame.f_locals) for each in found]
+
+
+def too_many_hooked(guards: Sequence[str]) -> bool:
+    """Whether so many graphs differ in hooks alone that no more are to be captured."""
+    return sum(_HOOKS.search(guard) is not None for guard in guards) >= _MOST_HOOKED
+
+
+_HOOKS = re.compile(r"\b(_\w*hooks)\b")
+_TENSOR = re.compile(r"^tensor '(.*)' (.*)$")
+_MODULE = re.compile(r"\._modules\['([^']*)'\]")
+
+
+def change_among(guards: Sequence[str], frame: Any) -> str:
+    """Names the value, or the hooks, that most of the failed guards are about."""
+    places = Counter(_said(guard, frame) for guard in guards if guard)
+    return places.most_common(1)[0][0] if places else "something"
+
+
+def _said(guard: str, frame: Any) -> str:
+    """The value that a guard is about, in words."""
+    held = _HOOKS.search(guard)
+    if held is not None:
+        return _said_of_hooks(held[1], _MODULE.findall(guard[: held.start()]), frame)
+    text = guard.partition(". ")[0]  # a tensor's has a sentence on its values
+    left = re.split(r" [=!]= ", text)[0]
+    tensor = _TENSOR.match(left)
+    found = _SIZE.match(left) or _ID.match(left) or tensor
+    left = found[1] if found else left
+    for name in ("self", *frame.f_code.co_varnames[:1]):
+        left = left.replace(f"L[{name!r}]", "the module")
+    said = re.sub(r"^L\['(\w+)'\]", r"\1", _MODULE.sub(r".\1", left))
+    return printable_line(f"{said}: {tensor[2]}" if tensor else said)
+
+
+def _said_of_hooks(kind: str, path: list[str], frame: Any) -> str:
+    """The hooks of a module, by its path, or of all modules, with the newest hook."""
+    where: Any = nn.modules.module
+    of = f"{kind} of all modules"
+    if not kind.startswith("_global"):
+        of = f"{kind} of {'.'.join(path) or 'the model'}"
+        try:
+            (root,) = methods_modules(frame)
+            where = root.get_submodule(".".join(path))
+        except (AttributeError, ValueError):  # no module below this one
+            return of
+    hooks = [*getattr(where, kind, {}).values()]
+    code = getattr(hooks[-1], "__code__", None) if hooks else None
+    if code is None:
+        return of
+    return f"{of} ({code.co_name}, {code.co_filename}:{code.co_firstlineno})"

@@ -147,11 +147,12 @@ class Entry:
         # call in it that is made under the lock.
         self._modes: set[tuple[bool, bool, bool]] = set()
         self._hooks = Hooks()
+        self._without_turn: Program | None = None
         self._resting: dict[tuple[bool, bool, bool], _Rest] = {}
         self._compilations = self._graphs_before = 0
         self._in_vain = 0
         # The reasons why calls run under autocast: of this `forward`, and of all.
-        self._by_autocast = self._left_to_autocast = ""
+        self._by_autocast = self._left_to_autocast = self._no_graph = ""
         # The reason why no more is captured, whether that holds only while modules have
         # hooks, and whether such calls run in fp32 because they are mostly Python.
         self._bounded, self._only_hooked, self._is_python = "", False, False
@@ -180,7 +181,7 @@ class Entry:
         with self._lock:
             self.owner = owner
             self.__dict__.pop("plain", None)
-            self.program = None
+            self.program = self._without_turn = None
             self._modes.clear()
             self._resting.clear()
             self._by_backend.clear()
@@ -258,10 +259,17 @@ class Entry:
     def _guard_hooks(self) -> None:
         """Compiles the code anew if modules have hooks that its graphs do not guard."""
         with self._lock:
-            if self._hooks.guard():
-                self._modes.clear()
-                if self.program is not None:
-                    self._compile()
+            were_guarded = self._hooks.guarded
+            if not self._hooks.guard():
+                return
+            self._modes.clear()
+            program = self.program
+            # Hooks on all modules may come and go: two programs take turns.
+            if were_guarded and self._without_turn is not None:
+                self.program = self._without_turn
+            elif program is not None:
+                self._compile()
+            self._without_turn = program if were_guarded else None
 
     def _run(
         self,
@@ -283,11 +291,15 @@ class Entry:
         engine.record.calls += 1
         local, modes = engine.local, compat.Modes()
         runs, rewritten, local.error = local.runs, local.rewritten, None
+        result, no_graph = None, ""
         outer = THREAD.engine, THREAD.as_written, local.regions
         THREAD.engine, THREAD.as_written = engine, False
         local.regions = compat.autocast_nesting()
         try:
             result = program(model, *args, **kwargs)
+        except compat.NoMoreGraphsError as full:
+            # One line is said of such calls, whatever else differs between them.
+            no_graph = self._no_graph = self._no_graph or str(full)
         except Exception as caught:
             # Code that raises while Dynamo runs it may leave grad mode, autocast or
             # Dynamo's own callback as they were inside.
@@ -309,7 +321,16 @@ class Entry:
             raise
         finally:
             THREAD.engine, THREAD.as_written, local.regions = outer
-        runs, rewritten = local.runs - runs, local.rewritten - rewritten
+        if no_graph:
+            engine.record.calls -= 1  # the region counts the call
+            self._bound(model)
+            return self._in_region(model, args, kwargs, no_graph)
+        self._count(model, local.runs - runs, local.rewritten - rewritten)
+        return result
+
+    def _count(self, model: nn.Module, runs: int, rewritten: int) -> None:
+        """Counts a call in which so many graphs ran, some of them rewritten ones."""
+        engine = self.engine
         if rewritten < runs:
             engine.record.in_part += rewritten > 0
             engine.record.aside += not rewritten
@@ -322,7 +343,6 @@ class Entry:
             engine.record.aside += 1
         else:
             self._ran_nothing()
-        return result
 
     def _in_python(
         self,
@@ -353,17 +373,28 @@ class Entry:
         return result
 
     def _in_region(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        no_graph: str = "",
     ) -> Any:
-        """Runs the model's own code, as no rewritten graph can run: under autocast."""
+        """Runs the model's own code, as no rewritten graph can run: under autocast.
+
+        Args:
+            no_graph: why no graph fits this call, where others have graphs.
+        """
         engine = self.engine
         transforms = "of vmap or torch.func"
         is_transformed = compat.transforms_active()
         why = self._by_autocast or (transforms if is_transformed else self._bounded)
+        why = why or no_graph
         instead = _AS_WRITTEN if self._is_python else _INSTEAD
+        if no_graph and why == no_graph:
+            instead = f"some {_INSTEAD}"
         if engine.options.strict:
             said = _why_no_graph(self.program, self.has_many)
-            if why == self._bounded:
+            if why in (self._bounded, no_graph):
                 said = instead + why
             raise CaptureError(f"{engine.record.label}: {said}")
         engine.record.calls += 1

@@ -32,8 +32,7 @@ _LEFT = (
 _AT_THE_LIMIT = (
     "some calls of it run in fp32, except modules it calls, which are captured by "
     "themselves: each kind of call needs a graph of its own, and Dynamo makes no more "
-    "of them than torch._dynamo.config.recompile_limit; TORCH_LOGS=recompiles tells "
-    "what differs"
+    "of them than torch._dynamo.config.recompile_limit. They differ in"
 )
 
 
@@ -185,8 +184,9 @@ class Record:
         )
         if left.at_limit:
             # One function at the limit mostly brings others there: one warning will do.
-            again = any(s.why.endswith(_AT_THE_LIMIT) for s in self.skipped)
-            self.note(f"{place}: {_AT_THE_LIMIT}", aloud=not again)
+            again = any(_AT_THE_LIMIT in s.why for s in self.skipped)
+            why = f"{place}: {_AT_THE_LIMIT} {left.changes}"
+            self.note(why, aloud=not again)
             return
         if left.error:
             self.note(f"{place}: {_FAILED} {left.error}")

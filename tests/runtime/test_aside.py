@@ -246,12 +246,45 @@ def many_shapes(model: nn.Module, shapes: int = 10) -> None:
             model(torch.randn(rows, WIDTH))
 
 
-def test_past_the_recompile_limit_modules_inside_are_captured() -> None:
+def test_past_the_recompile_limit_a_call_runs_under_autocast(caplog) -> None:
     model = converted(mlp(), strict=False)
     many_shapes(model)
+    (line,) = warned(caplog)
+    says(line, "torch.autocast", "args[0]", option="torch._dynamo.config")
+    x = torch.randn(64, WIDTH)
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        found = model(x)
     coverage = autoamp.report(model).coverage
-    assert coverage.calls_aside == 0
-    assert coverage.low_flops == coverage.flops
+    assert (coverage.calls, coverage.calls_aside) == (11, 3)
+    assert len(autoamp.report(model).graphs) == 8
+    assert is_rounded(found, autoamp.revert(model)(x))
+
+
+def anew(kind: str) -> Callable[[nn.Module, int], None]:
+    """What a script does to a model before each call, so that no graph fits."""
+
+    def change(model: Any, call: int) -> None:
+        if kind == "closure":
+            model.act = lambda h: h + call
+        else:
+            model.kept[f"key {call}"] = call
+
+    return change
+
+
+@pytest.mark.parametrize("kind", ["closure", "kept"])
+def test_captures_are_bounded_whatever_changes(kind: str, caplog) -> None:
+    made = Of(lambda m, x: m.net(m.act(x * len(m.kept))), net=mlp())
+    made.act, made.kept = torch.relu, {}
+    model, change = converted(made, strict=False), anew(kind)
+    for call in range(30):
+        change(model, call)
+        model(torch.randn(3, WIDTH))
+    (line,) = warned(caplog)
+    says(line, "act" if kind == "closure" else "kept")
+    report = autoamp.report(model)
+    assert len(report.graphs) == 8
+    assert (report.coverage.calls, report.coverage.calls_aside) == (30, 22)
 
 
 def test_the_recompile_limit_raises_under_strict() -> None:

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 import autoamp
+from tests.logs import warned
 from tests.quick import each_with_one
+from tests.says import says
 
 X = torch.randn(4, 8)
 PRECISIONS = ("bf16", "fp16")
@@ -148,3 +150,51 @@ def test_a_hook_on_all_modules_is_called_too() -> None:
         everywhere.clear()
         converted(X)
         assert everywhere == []
+
+
+def _asks_for_gradients(_: nn.Module, __: Any, out: torch.Tensor) -> torch.Tensor:
+    return out.requires_grad_(True)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_hook_more_at_each_step_makes_no_graph_for_each(
+    precision: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    converted = model(precision)
+    exact = copy.deepcopy(autoamp.revert(copy.deepcopy(converted)))
+    seen: list[int] = []
+    for call in range(12):
+        for each in (converted, exact):
+            each[0].register_forward_hook(_asks_for_gradients)
+            each[0].register_forward_hook(lambda *_: seen.append(1))
+        found = converted(X)
+        found.square().mean().backward()
+        assert len(seen) == call + 1
+        seen.clear()
+        true = exact(X)
+        assert torch.allclose(found, true, atol=CLOSE)
+        assert not torch.equal(found, true), "it was rounded"
+        seen.clear()
+    report = autoamp.report(converted)
+    assert len(report.graphs) <= 3
+    assert report.coverage.calls == 12
+    assert report.coverage.calls_aside >= 9
+    (line,) = warned(caplog)
+    says(line, "torch.autocast", "hooks of 0 ", line="test_hooks.py:")
+
+
+def test_hooks_on_all_modules_that_come_and_go_make_few_graphs() -> None:
+    converted, seen = model("bf16"), []
+    for _ in range(12):
+        handle = nn.modules.module.register_module_forward_hook(
+            lambda module, *_: seen.append(type(module).__name__)
+        )
+        try:
+            converted(X)
+        finally:
+            handle.remove()
+        converted(X)
+    assert seen.count("Linear") == 24
+    report = autoamp.report(converted)
+    assert len(report.graphs) <= 4
+    assert report.coverage.calls_aside <= 12, "calls without hooks have a graph"
