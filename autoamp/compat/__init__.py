@@ -30,3 +30,4 @@ from autoamp.compat.recording import *
 from autoamp.compat.tensors import *
 from autoamp.compat.tracing import *
 from autoamp.compat.transforms import *
+from autoamp.compat.user_frames import *

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -136,13 +136,25 @@ def is_asked_by_dynamo() -> bool:
 
 def unwrapped_backend(backend: Any) -> Any:
     """The `backend` given to `torch.compile`, taken out of torch's own wrappers."""
+    *_, innermost = _wrappers(backend)
+    return innermost
+
+
+def options_beside(backend: Any) -> dict[str, Any]:
+    """The `options` given to `torch.compile` with a backend, in torch's wrappers."""
+    held = (getattr(each, "kwargs", None) for each in _wrappers(backend))
+    return next((given.get("options", {}) for given in held if given), {})
+
+
+def _wrappers(backend: Any) -> Iterator[Any]:
+    """A backend, and all that is wrapped in it, inwards."""
     names = ("_torchdynamo_orig_backend", "compiler_fn", "__wrapped__")
-    for _ in range(10):
+    for _ in range(11):
+        yield backend
         inner = [getattr(backend, n) for n in names if getattr(backend, n, None)]
         if not inner:
-            break
+            return
         backend = inner[0]
-    return backend
 
 
 def transforms_active() -> bool:

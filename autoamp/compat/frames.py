@@ -121,8 +121,10 @@ class Since:
 
     def broke_off(self, frame: Any, found: Any) -> bool:
         """Whether Dynamo left a module's frame at a break that it cannot go on from."""
-        if not module_of(frame):
-            return False
+        return bool(module_of(frame)) and self.failed(found)
+
+    def failed(self, found: Any) -> bool:
+        """Whether Dynamo gave up the frame, at a break that it cannot go on from."""
         if hasattr(found, "skip_reason"):
             return bool(found.skip_reason == _SOFT_ERROR)
         return _counted()[1] > self._failed  # torch 2.11

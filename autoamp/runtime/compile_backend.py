@@ -12,15 +12,17 @@ import operator
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.messages import log_left_to_autocast
+from autoamp.errors import CaptureError
+from autoamp.messages import log_left_to_autocast, log_once, printable_line
 from autoamp.runtime.eligible import choose_device_precision
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.program import THREAD, inside_a_call
@@ -39,6 +41,8 @@ class GraphBackend:
     Attributes:
         options: the options of `convert`; `options.backend` compiles the result.
         label: the compiled function's name, for messages.
+        frames_left: Dynamo's answer on each function that it leaves to Python.
+        given: the options as they were given, where a table needs their `id`.
         engine: rewrites the graphs; None before the first graph, or where the function
             stays in fp32.
     """
@@ -54,8 +58,13 @@ class GraphBackend:
         self.label = label
         self.on_capture = on_capture
         self.engine: Engine | None = None
+        self.frames_left: weakref.WeakKeyDictionary[Any, Any] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.given: object = None
         self._asked = False
         self._lock = threading.Lock()
+        compat.watch_frames(hearing)
 
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any]
@@ -76,10 +85,44 @@ class GraphBackend:
             log_left_to_autocast(logger, self.label, of=self)
         if own_autocast or self.engine is None:
             return compat.compile_with(self.options.backend, gm, example_inputs)
-        run = self.engine(gm, example_inputs)
+        run = self._engine_for(gm, self.engine)(gm, example_inputs)
         announce(self.engine.record)
         self.engine.tell()
         return run
+
+    def _engine_for(self, gm: fx.GraphModule, engine: Engine) -> Engine:
+        """The engine, or one that runs a graph as it is where no compiler can."""
+        if self.options.backend == "eager" or not compat.is_recurrent(gm):
+            return engine
+        # A compiler would take the steps apart; the LSTM that inductor compiles raises
+        # (torch 2.13).
+        engine.record.note(_RECURRENT)
+        return engine.compiled_by("eager")
+
+    def tell_of_left(self, left: compat.Left) -> None:
+        """Says that Dynamo left code to Python.
+
+        Raises:
+            CaptureError: the code computes in fp32, and `strict` is set.
+        """
+        if _in_a_step_of_an_optimizer():
+            return
+        code = left.code
+        said = f"{code.co_filename}:{code.co_firstlineno}: {code.co_name}: "
+        if left.at_limit:
+            said += "calls beyond torch._dynamo.config.recompile_limit run in fp32"
+        elif left.is_broken:
+            why = left.broke_at or "a graph break in a loop, a `with` or a `try`"
+            said += (
+                "Dynamo leaves this function to Python, and its own operations run in "
+                f"fp32: {why}; TORCH_LOGS=graph_breaks tells where"
+            )
+        else:
+            said = "calls in a dispatch mode, in which Dynamo steps aside, run in fp32"
+        said = printable_line(said)
+        if self.options.strict:
+            raise CaptureError(f"{self.label}: {said}")
+        log_once(logger, logging.WARNING, f"autoamp: {self.label}: {said}", of=self)
 
     def _made(self, example_inputs: Sequence[Any]) -> Engine | None:
         device = next(
@@ -93,18 +136,52 @@ class GraphBackend:
         scale = resolve_loss_scale(self.options.loss_scale, low)
         scaling = new_scaling(self.options, scale, self.label, low=low)
         record = Record(self.label, low, scaling)
-        return Engine(self.options, record, on_capture=self.on_capture)
+        made = Engine(self.options, record, on_capture=self.on_capture)
+        made.then_runs = _CAPTURED_LATER
+        return made
+
+
+# Dynamo keeps its graphs, and asks a backend about new ones alone.
+_CAPTURED_LATER = (
+    "Graphs captured from now on, and all after torch._dynamo.reset(), run with"
+)
+
+_RECURRENT = (
+    "a graph with an LSTM, a GRU or an RNN runs as it is, because no compiler takes one"
+)
 
 
 def is_ours(backend: Any) -> bool:
     """Whether a backend of `torch.compile` rewrites the graphs it is given."""
-    return isinstance(backend, GraphBackend) or backend is autoamp_backend
+    return isinstance(backend, GraphBackend) or backend is _rewriting
+
+
+def hearing(backend: Any) -> GraphBackend | None:
+    """The backend of ours inside what `torch.compile` made of it, or None."""
+    found = compat.unwrapped_backend(backend)
+    if isinstance(found, GraphBackend):
+        return found
+    return (
+        _known(cast(Any, compat.options_beside(backend)))
+        if found is _rewriting
+        else None
+    )
+
+
+def __getattr__(name: str) -> Any:
+    """`autoamp_backend`, which torch looks up where a script first names it."""
+    if name != "autoamp_backend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Dynamo hands in graphs alone, and frames that have none must be heard of: not
+    # before somebody asks for the backend is anything of Dynamo's replaced.
+    compat.watch_frames(hearing)
+    return _rewriting
 
 
 _BACKENDS: dict[Any, GraphBackend] = {}
 
 
-def autoamp_backend(
+def _rewriting(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     *,
@@ -123,15 +200,21 @@ def autoamp_backend(
     Raises:
         AutoampError: an option cannot be used.
     """
-    given = {"backend": "inductor", **(options or {})}
+    return _known(options or {})(gm, example_inputs)
+
+
+def _known(options: ConvertOptions) -> GraphBackend:
+    """The backend that rewrites for all models compiled with equal options."""
+    given: dict[str, Any] = {"backend": "inductor", **options}
     chosen = Options().replace(**given)
     try:
-        # Dynamo calls this function anew for each graph: the table holds the engine,
-        # and with it the loss scale, between the calls.
-        known = _BACKENDS.setdefault(chosen, GraphBackend(chosen))
+        # Dynamo calls `_rewriting` anew for each graph: the table holds the engine, and
+        # with it the loss scale, between the calls.
+        return _BACKENDS.setdefault(chosen, GraphBackend(chosen))
     except TypeError:  # an option has no hash, such as a loss scale of the user's
-        known = GraphBackend(chosen)
-    return known(gm, example_inputs)
+        known = _BACKENDS.setdefault(id(options), GraphBackend(chosen))
+        known.given = options  # as long as it lives, no other object has its `id`
+        return known
 
 
 _WRITES = {

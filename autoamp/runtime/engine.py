@@ -96,10 +96,13 @@ class Engine:
     shares_graphs: ClassVar[bool] = True
     """Whether models that are alike run the same graphs."""
 
+    then_runs: str = "From the next call on the model runs with"
+    """What a warning says of a model whose gradients are to be differentiated."""
+
     rests: ClassVar[bool] = True
     """Whether a model of which nothing runs low gets its own call path back."""
 
-    def compiled_by(self, backend: Callable[..., Any]) -> Engine:
+    def compiled_by(self, backend: str | Callable[..., Any]) -> Engine:
         """An engine with the same record that hands its graphs to `backend`."""
         options = self.options.compiled_by(backend)
         return Engine(options, self.record, on_capture=self.on_capture)
@@ -335,10 +338,10 @@ class Engine:
                 logger.warning(
                     "autoamp: a backward of %s has create_graph=True. What %s compiles "
                     "cannot be differentiated twice: if this loss is, torch will say "
-                    "so now. From the next call on the model runs with "
-                    "%s, which can",
+                    "so now. %s %s, which can",
                     self.record.label,
                     self.options.backend,
+                    self.then_runs,
                     self.options.advice("backend", "eager"),
                 )
 

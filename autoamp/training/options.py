@@ -119,7 +119,7 @@ class Options(PassOptions):
         if not (isinstance(self.loss_scale, str) and self.loss_scale in LOSS_SCALES):
             resolve_loss_scale(self.loss_scale, UNSCALED)  # any dtype will do
 
-    def compiled_by(self, backend: Callable[..., Any]) -> Options:
+    def compiled_by(self, backend: str | Callable[..., Any]) -> Options:
         """The options for a compilation of the user's own, by another back end."""
         changes: dict[str, Any] = {"backend": backend}
         if self.exact_casts and not compat.is_inductor(backend):
