@@ -35,6 +35,7 @@ from autoamp.compat.limits import (
 )
 from autoamp.compat.patches import dynamo_patched
 from autoamp.compat.places import Paths, guard_place, placed, root_frame
+from autoamp.compat.tensors import wrappers_in
 
 _FORBIDDEN = "using FX to symbolically trace"
 """A part of what Dynamo says, before anything has run, where torch.fx traces a call."""
@@ -43,6 +44,10 @@ _FORBIDDEN = "using FX to symbolically trace"
 _FULL = (
     "Dynamo is at the recompile limit (torch._dynamo.config.recompile_limit), and "
     "these calls need graphs of their own. They differ in {}"
+)
+_WRAPPED = (
+    "Dynamo fails on tensors of {}, whose class has a __torch_function__ of its own. A "
+    "call with plain tensors, x.as_subclass(torch.Tensor), is captured"
 )
 _HOOKED = (
     "hooks come and go between these calls, and each set of hooks needs a graph of its "
@@ -170,6 +175,7 @@ class _Frames:
         self._entry = entry
         self._strict = strict
         self._hooked = hooked
+        self._failed_on: dict[tuple[type, ...], str] = {}
         self._exceeded: dict[types.CodeType, Any] = {}
         self._modules: defaultdict[types.CodeType, set[int]] = defaultdict(set)
         self._raced: Counter[types.CodeType] = Counter()
@@ -205,11 +211,19 @@ class _Frames:
             found = ConvertFrameReturn()
             found.apply_to_code = False  # our limit is not other models'
             return found
+        given = wrappers_in(frame.f_locals) if is_entry else ()
+        if given and given in self._failed_on:
+            raise NoMoreGraphsError(self._failed_on[given])
         against = guards_against(frame, self._backend) if is_entry else []
         if too_many_hooked(against):
             raise NoMoreGraphsError(_HOOKED.format(change_among(against, frame)))
         before, since = self._backend.nodes, Since()
         found = self._compiled(callback, base, frame, since, *args, **kw)
+        if given and self._backend.nodes == before:
+            found.apply_to_code = False  # other calls may give plain tensors
+            names = ", ".join(f"{each.__module__}.{each.__name__}" for each in given)
+            why = self._failed_on[given] = _WRAPPED.format(names)
+            raise NoMoreGraphsError(why)
         if is_entry and found is self._exceeded.get(frame.f_code):
             # Nothing has run yet: the whole call may be made in another way.
             raise NoMoreGraphsError(_FULL.format(change_among(against, frame)))

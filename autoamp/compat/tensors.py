@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -300,3 +301,22 @@ def _held(module: torch.nn.Module, name: str) -> dict[str, Any]:
     if found is None and isinstance(module, torch.jit.ScriptModule):
         found = getattr(module, name, None)  # made anew by a property
     return {} if found is None else found
+
+
+_NO_CODE = [torch.Tensor.__torch_function__, torch._C._disabled_torch_function_impl]
+"""The functions `__torch_function__` of classes that change no call of torch."""
+
+
+def wrappers_in(given: Any) -> tuple[type, ...]:
+    """The classes of tensors in a call with a `__torch_function__` of their own."""
+    kinds = {type(each) for each in pytree.tree_leaves(given)}
+    found = [k for k in kinds if issubclass(k, torch.Tensor) and not _is_plain(k)]
+    return tuple(sorted(found, key=lambda each: (each.__module__, each.__qualname__)))
+
+
+def _is_plain(kind: type[torch.Tensor]) -> bool:
+    # Each look at a class method makes another object, of one function.
+    function: Any = kind.__torch_function__
+    return getattr(function, "__func__", function) in [
+        getattr(known, "__func__", known) for known in _NO_CODE
+    ]

@@ -291,7 +291,7 @@ class Entry:
         engine.record.calls += 1
         local, modes = engine.local, compat.Modes()
         runs, rewritten, local.error = local.runs, local.rewritten, None
-        result, no_graph = None, ""
+        result, no_graph, had = None, "", len(engine.record.graphs)
         outer = THREAD.engine, THREAD.as_written, local.regions
         THREAD.engine, THREAD.as_written = engine, False
         local.regions = compat.autocast_nesting()
@@ -312,6 +312,7 @@ class Entry:
                 raise
             if drawn is not None:
                 drawn.restore()
+            engine.record.forget_unused(had)
             result = self._in_python(caught, model, args, kwargs)
             if not traced:
                 engine.record.aside += 1
@@ -323,6 +324,7 @@ class Entry:
             THREAD.engine, THREAD.as_written, local.regions = outer
         if no_graph:
             engine.record.calls -= 1  # the region counts the call
+            engine.record.forget_unused(had)
             self._bound(model)
             return self._in_region(model, args, kwargs, no_graph)
         self._count(model, local.runs - runs, local.rewritten - rewritten)
@@ -359,8 +361,13 @@ class Entry:
         """
         # A model that runs in fp32 must not fail because Dynamo fails, and an error of
         # the model must come with the traceback of the model's own code.
+        low = unscaled_dtype(self.engine.record.low)
+        region: Any = autocast_for(model, args, low)
+        if compat.other_tracing():  # the trace holds the model's own code
+            region = contextlib.nullcontext()
         try:
-            result = self._as_written(model, *args, **kwargs)
+            with region:
+                result = self._as_written(model, *args, **kwargs)
         except Exception as own:
             self._compile()
             raise own from own.__cause__  # not from Dynamo's error, which says the same
@@ -369,8 +376,9 @@ class Entry:
         if self.engine.options.strict:
             raise error
         why = compat.said_in_a_line(error)
-        self.engine.record.note(f"Dynamo failed in a call, which ran in fp32: {why}")
-        return result
+        said = f"Dynamo failed in a call, which ran under torch.autocast: {why}"
+        self.engine.record.note(said)
+        return fp32_results(result, low)
 
     def _in_region(
         self,

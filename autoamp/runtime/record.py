@@ -132,6 +132,16 @@ class Record:
         if why:
             self.skipped.append(Skipped(f"graph {len(self.graphs) - 1}", why))
 
+    def forget_unused(self, had: int) -> None:
+        """Drops the graphs after the first `had` that no call has run.
+
+        Dynamo may fail after it has handed in a graph, of which the report would count
+        ops that never ran.
+        """
+        self.graphs[had:] = [
+            each for each in self.graphs[had:] if each.runs or each.rewritten is None
+        ]
+
     def leave_out(self, problem: str) -> None:
         """Keeps the reason why the next graph cannot even be run as it is."""
         self.skipped.append(Skipped(f"graph {len(self.graphs)}", problem))
