@@ -108,6 +108,12 @@ class PassOptions:
         self._check_exact_casts()
         self._check_rules()
 
+    @property
+    def asks_for_fp32(self) -> bool:
+        """Whether the user has named modules or ops that `torch.autocast` may lower."""
+        named = self.keep or self.deny or self.infer or self.clear or self.unlist
+        return bool(named) or self.rules is not None
+
     def _names_a_backend(self) -> bool:
         """Whether torch knows another compiler than this one by the name `backend`."""
         name: object = self.backend  # torch knows more names than the type lists

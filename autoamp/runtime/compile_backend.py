@@ -314,11 +314,27 @@ anyway.
 """
 
 
+_IN_ONE_GRAPH = (
+    "a converted model is called in a compilation with fullgraph=True, where its "
+    "rewritten graphs cannot run{}; "
+)
+
+_STANDS_IN = (
+    ": torch.autocast stands in, in bf16 where gradients are recorded, or fp32 where "
+    "keep=, deny=, infer=, clear= or rules= ask for what autocast cannot do"
+)
+
+_INSTEAD = 'drop fullgraph=True, or use torch.compile(..., backend="autoamp")'
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def users_backend() -> int:
+def users_backend(strict: bool) -> int:
     """The position in `USERS_BACKENDS` of the backend that Dynamo traces for now.
 
     The answer may also be `ONE_GRAPH` or `RUNS_OUR_PASS`.
+
+    Raises:
+        CaptureError: the graph must not be broken, and the model is `strict`.
     """
     backend, may_break = compat.tracing_backend()
     backend = compat.without_buckets(backend)
@@ -327,11 +343,9 @@ def users_backend() -> int:
         return RUNS_OUR_PASS
     if backend is None or not may_break:
         expect_no_calls()
-        logger.warning(
-            "autoamp: a converted model is called in a compilation with "
-            "fullgraph=True, and torch.autocast stands in for its rewritten graphs; "
-            'drop fullgraph=True, or use torch.compile(..., backend="autoamp")'
-        )
+        if strict:
+            raise CaptureError(_IN_ONE_GRAPH.format("") + _INSTEAD)
+        logger.warning("autoamp: %s%s", _IN_ONE_GRAPH.format(_STANDS_IN), _INSTEAD)
         return ONE_GRAPH
     for index, known in enumerate(USERS_BACKENDS):
         if known is backend:

@@ -600,17 +600,24 @@ class Entry:
         Inside a converted parent, the call becomes a part of the parent's graph.  In a
         compilation of the user's own, the graph is broken here; the model's graphs are
         rewritten and then compiled by the user's backend.  Where the graph must not be
-        broken (`fullgraph=True`), our pass never runs, and autocast stands in for it.
+        broken (`fullgraph=True`), our pass never runs, and autocast stands in for it;
+        fp32 does where the options keep modules or ops in fp32.
+
+        Raises:
+            CaptureError: the graph must not be broken, and `strict` is set.
         """
         if not under_compilation():  # reached from code that was compiled before
             return self(model, args, kwargs)
         if traced_for_us():
             return plain(model, *args, **kwargs)
-        backend = users_backend()
+        options = self.engine.options
+        backend = users_backend(options.strict)
         if backend == RUNS_OUR_PASS:
             return plain(model, *args, **kwargs)
         if backend != ONE_GRAPH:
             return _apart(self, backend, model, args, kwargs)
+        if options.asks_for_fp32:
+            return plain(model, *args, **kwargs)
         low = unscaled_dtype(self.engine.record.low)
         with autocast_for(model, args, low):
             result = plain(model, *args, **kwargs)

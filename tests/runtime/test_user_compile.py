@@ -129,6 +129,25 @@ def test_as_one_graph_autocast_stands_in(precision: str, x: Tensor, caplog) -> N
     assert all(p.grad.abs().max() > 0 for p in model.parameters())
 
 
+@pytest.mark.parametrize("named", [{"keep": "0"}, {"deny": ["linear"]}])
+def test_as_one_graph_no_op_that_was_to_stay_fp32_is_low(
+    named: dict[str, Any], x: Tensor, caplog
+) -> None:
+    model = mlp()
+    exact = model(x)
+    autoamp.convert(model, **BF16, **named)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), exact)
+    (warning,) = warned(caplog)
+    says(warning, "fp32", option="fullgraph=True")
+
+
+def test_as_one_graph_strict_raises(x: Tensor) -> None:
+    model = autoamp.convert(mlp(), **BF16, strict=True)
+    with pytest.raises(Exception, match="rewritten graphs cannot run"):
+        torch.compile(model, backend="eager", fullgraph=True)(x)
+
+
 @pytest.mark.parametrize("converted", [False, True])
 def test_our_own_backend_rewrites_once(converted: bool, x: Tensor) -> None:
     model, seen = mlp(), Seen()
