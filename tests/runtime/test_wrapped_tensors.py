@@ -78,3 +78,22 @@ def test_the_call_raises_under_strict(kind: type[Any]) -> None:
     model: nn.Module = autoamp.convert(mlp(), **{**BF16, "strict": True})
     with pytest.raises(Exception, match=r"Image|RecursionError"):
         model(batch().as_subclass(kind))
+
+
+def test_a_call_in_which_dynamo_raises_runs_as_under_autocast(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = mlp(), batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = model(x).float()
+
+    def fails(*_: Any) -> Any:
+        raise torch._dynamo.exc.InternalTorchDynamoError("of its own")
+
+    monkeypatch.setattr("autoamp.compat.entry.CompiledEntry._alone", fails)
+    autoamp.convert(model, **{**BF16, "strict": False})
+    assert torch.equal(model(x), wanted)
+    (line,) = warned(caplog)
+    says(line, "torch.autocast", "of its own")
+    coverage = autoamp.report(model).coverage
+    assert (coverage.calls, coverage.calls_aside) == (1, 1)
