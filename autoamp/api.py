@@ -492,17 +492,18 @@ def find_overflow(
 ) -> Overflow:
     """Finds the first number, forward or backward, that leaves its dtype's range.
 
-    The model is called on copies of the arguments, as rewritten, node by node.  In
-    training mode, or with a `loss_fn`, the backward runs too, at the loss scale in
-    force.  If a number leaves its range, remedies (`deny=`, `keep=`) are tried until
-    one works.  The model is not changed by a bit; the call needs memory for a copy of
-    its weights, and calls the model's own hooks.
+    The model is called on copies of the arguments, as rewritten, node by node.  With a
+    `loss_fn`, and in training mode with a loss in the output, the backward runs too, at
+    the loss scale in force; otherwise the answer is about the forward alone.  If a
+    number leaves its range, remedies (`deny=`, `keep=`) are tried until one works.  The
+    model is not changed by a bit; the call needs memory for a copy of its weights, and
+    calls the model's own hooks.
 
     Args:
         model: any `torch.nn.Module`, converted or not.
         *args, kwargs: the arguments of a call of the model.
         loss_fn: gives a tensor of one element from the model's output; by default the
-            output's `loss`, or the sum of the output's float tensors.
+            output's `loss`, if it has one.
         **options: as for `convert`; they are added to the options of a converted
             model, and to fp16 for another.
 

@@ -25,6 +25,9 @@ from autoamp.runtime.kept import left_as_it_is
 from autoamp.training.options import Options
 
 LossFn = Callable[[Any], Tensor]
+MaybeLossFn = Callable[[Any], Tensor | None]
+"""A function of an output; it gives None where the output has no loss."""
+
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 FP16_SCALE = 2.0**15
@@ -60,7 +63,7 @@ class Outcome(NamedTuple):
 def outcome_of(
     model: Callable[..., Any],
     call: Call,
-    loss_fn: LossFn,
+    loss_fn: MaybeLossFn,
     leaves: Collection[Tensor],
     *,
     trains: bool,
@@ -70,6 +73,7 @@ def outcome_of(
     """Calls `model` once; if it trains, makes a loss and runs the backward.
 
     Args:
+        loss_fn: makes the loss; `own_loss` makes none where the output has none.
         leaves: the tensors whose gradients are computed; read after the loss is made.
         scale: a factor on the loss.
         around_loss: a region in which the loss is made.
@@ -84,7 +88,10 @@ def outcome_of(
             return Outcome(output)
         with around_loss or contextlib.nullcontext():
             loss = loss_fn(output)
+        if loss is None and loss_fn is own_loss:
+            return Outcome(output)
         check_loss(loss)
+        assert loss is not None
         if not loss.requires_grad or not leaves:
             return Outcome(output, loss)
         wide = loss.float()
@@ -111,7 +118,7 @@ class StandIn:
         twin: nn.Module,
         engine: Examiner,
         call: Call,
-        loss_fn: LossFn | None,
+        loss_fn: MaybeLossFn | None,
         *,
         trains: bool,
     ) -> None:

@@ -62,17 +62,17 @@ class Errors:
 
     Attributes:
         output: the error of the output's float tensors together.
-        gradients: the error of the gradients of all parameters together; 0 if the model
-            is in eval mode or has no gradients.
+        gradients: the error of the gradients of all parameters together; None where
+            there are none, as in eval mode.
     """
 
     output: float
-    gradients: float
+    gradients: float | None
 
     @property
     def worst(self) -> float:
         """The larger of the two; NaN and infinity are larger than any number."""
-        pair = (self.output, self.gradients)
+        pair = [self.output] + ([] if self.gradients is None else [self.gradients])
         return max(pair, key=lambda e: math.inf if math.isnan(e) else e)
 
 
@@ -206,10 +206,10 @@ class Comparison(Printed):
         return Path(path)
 
     def __repr__(self) -> str:
+        output, gradients = _pair(self.errors)
         return (
-            f"<autoamp.Comparison of {self.label}: output error "
-            f"{self.errors.output:.2e}, gradient error {self.errors.gradients:.2e} in "
-            f"{short_name(self.precision)}>"
+            f"<autoamp.Comparison of {self.label}: output error {output}, gradient "
+            f"error {gradients} in {short_name(self.precision)}>"
         )
 
     def parts(self) -> Iterator[Line | Table]:
@@ -276,7 +276,8 @@ class Comparison(Printed):
 
 
 def _pair(errors: Errors) -> tuple[str, str]:
-    return f"{errors.output:.2e}", f"{errors.gradients:.2e}"
+    gradients = errors.gradients
+    return f"{errors.output:.2e}", "none" if gradients is None else f"{gradients:.2e}"
 
 
 def _line_of(source: str) -> str:
@@ -441,12 +442,9 @@ def _low_ops(rows: Sequence[OpRow]) -> dict[str, int]:
 def _errors_of(heard: Heard, fp32: Heard) -> Errors:
     """The errors of one call against the call in fp32."""
     names = sorted(fp32.gradients.keys() & heard.gradients.keys())
-    return Errors(
-        relative_error(heard.output, fp32.output),
-        relative_error(
-            [heard.gradients[n] for n in names], [fp32.gradients[n] for n in names]
-        ),
-    )
+    pairs = [(heard.gradients[n], fp32.gradients[n]) for n in names]
+    gradients = relative_error(*zip(*pairs, strict=True)) if pairs else None
+    return Errors(relative_error(heard.output, fp32.output), gradients)
 
 
 def _node_errors(

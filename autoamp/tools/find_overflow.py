@@ -35,6 +35,7 @@ from autoamp.runtime.stand_in import (
     StandIn,
     copied,
     outcome_of,
+    own_loss,
     untouched,
 )
 from autoamp.training.culprit import first_out_of_range, harmful, nearest
@@ -80,8 +81,10 @@ class Overflow(Printed):
             gives that too, or cannot compute it.
         dtype: the dtype whose range counts.
         loss_scale: the loss scale in force; 1 without loss scaling.
-        in_fp32: whether fp32 gives an infinity or NaN too, which no option can cure.
+        in_fp32: whether the call has an infinity or NaN in fp32 too, which no option
+            can cure.
         harmless: whether the loss and all gradients are finite in spite of it.
+        forward_only: whether no backward was looked at, because there was no loss.
         rule: the options of `convert` that keep the number in range, or None.
     """
 
@@ -102,6 +105,7 @@ class Overflow(Printed):
     loss_scale: float = 1.0
     in_fp32: bool = False
     harmless: bool = False
+    forward_only: bool = False
     rule: Remedy | None = None
 
     @property
@@ -146,6 +150,8 @@ class Overflow(Printed):
             yield "read by", f"{self.reader}, in {short_name(self.dtype)}"
         if self.found:
             yield from self._advice()
+        if self.forward_only:
+            yield "seen", "the forward alone, since there is no loss: give loss_fn="
 
     # -- sentences -----------------------------------------------------------------
 
@@ -179,7 +185,10 @@ class Overflow(Printed):
         )
 
     def _advice(self) -> Iterator[tuple[str, str]]:
-        if self.in_fp32:
+        if self.in_fp32 and self.rule is not None:
+            kept = f"autoamp.convert(model, {self.rule}) - tried: it stays in range"
+            yield "cure", f"{kept}; but fp32 too gives an infinity or NaN in this call"
+        elif self.in_fp32:
             yield "cure", "no option cures it: fp32 gives an infinity or NaN there too"
         elif self.rule is not None:
             cure = f"autoamp.convert(model, {self.rule})"
@@ -191,7 +200,12 @@ class Overflow(Printed):
             also = f"; a loss scale of {lower:g} would work as well" if lower else ""
             yield "at", f"loss scale {self.loss_scale:g}{also}"
         if self.harmless:
-            yield "harm", "none: the loss and all gradients are finite"
+            whole = (
+                "the output is"
+                if self.forward_only
+                else "the loss and all gradients are"
+            )
+            yield "harm", f"none: {whole} finite"
 
     def _lower_scale(self) -> float:
         """The largest power of two at which the gradient is in range; 0 if unknown."""
@@ -359,7 +373,8 @@ def find_overflow_model(
     label = class_name(model)
     with examined(model, options, low) as (twin, engine):
         try:
-            stand_in = Recording(twin, engine, call, loss_fn, trains=trains)
+            loss = loss_fn or own_loss
+            stand_in = Recording(twin, engine, call, loss, trains=trains)
             scale = _loss_scale(model, engine)
             first = stand_in.recorded(engine.options, scale)
         except AutoampError:
@@ -368,7 +383,8 @@ def find_overflow_model(
             _run_plainly(model, call, trains=trains)  # raises the model's own error
             raise
         search = Search(stand_in, engine.options, label, low, scale=scale)
-        return search.answer(first)
+        found = search.answer(first)
+        return replace(found, forward_only=first.loss is None)
 
 
 class Search:
@@ -410,7 +426,8 @@ class Search:
         found = self._at(step)
         if harmful(call.trail, call.loss) is None:
             found = replace(found, harmless=True)
-        return replace(found, rule=self._cure(step))
+        broken = self.own_fault is not None
+        return replace(found, in_fp32=broken, rule=self._cure(step))
 
     def _blamed(self, call: RecordedCall) -> Step | None:
         """The step to blame, unless fp32 fails at that step as well."""

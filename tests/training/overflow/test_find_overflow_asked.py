@@ -74,6 +74,56 @@ def test_what_fp32_cannot_hold_is_the_models_own_fault() -> None:
     assert (found.kind, found.name, found.in_fp32) == ("weight", "1.bias", True)
 
 
+class Steep(nn.Module):
+    """A healthy model in whose gradients no fp16 number holds a sum of outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3000.0 * self.fc(x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_without_a_loss_the_forward_alone_is_judged(training: bool) -> None:
+    model = Steep().train(training)
+    found = autoamp.find_overflow(model, small(4))
+    assert (bool(found), found.forward_only, found.rule) == (False, True, None)
+    says(str(found), "the forward alone", "loss_fn=")
+    judged = autoamp.find_overflow(model, small(4), loss_fn=torch.sum)
+    assert (bool(judged), judged.forward_only) == (True, False)
+    assert "the forward alone" not in str(judged)
+
+
+def test_the_loss_of_an_output_is_a_loss() -> None:
+    class WithLoss(Steep):
+        def forward(self, x: Tensor) -> Any:
+            return {"loss": super().forward(x).sum(), "other": x}
+
+    found = autoamp.find_overflow(WithLoss(), small(4))
+    assert (found.direction, found.forward_only) == ("backward", False)
+
+
+def test_a_cure_that_leaves_the_nan_of_fp32_says_so() -> None:
+    class Both(nn.Module):
+        """An exponential overflows in fp16; the root has a NaN gradient in fp32."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores, self.out = line(), line()
+
+        def forward(self, x: Tensor) -> Tensor:
+            high = torch.exp(0 * self.scores(x) + 12.0)
+            return self.out(high) + torch.sqrt(0 * self.scores(x))
+
+    found = autoamp.find_overflow(Both(), small(4), loss_fn=torch.mean)
+    assert (found.op, found.in_fp32) == ("aten::exp.default", True)
+    assert found.rule is not None
+    says(found, "it stays in range", "fp32 too gives", "infinity or NaN in this call")
+    assert "it works" not in str(found)
+
+
 META = nn.Linear(WIDTH, WIDTH, device="meta")
 BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
     "no module": (small, {}, autoamp.UnsupportedModelError, ["function"]),
