@@ -15,6 +15,7 @@ from autoamp import compat
 from autoamp.dtypes import Precision, parse_low_dtype
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.messages import log_once
+from autoamp.passes.given import rewrite_given
 from autoamp.passes.options import (
     Backend,
     Objective,
@@ -23,7 +24,6 @@ from autoamp.passes.options import (
     RewriteOptions,
 )
 from autoamp.passes.rules import Rules
-from autoamp.passes.run import rewrite_graph
 from autoamp.passes.see.nodes import graph_paths
 from autoamp.report.report import Report
 from autoamp.report.reporting import report_on
@@ -224,9 +224,15 @@ def rewrite(
     `gm` is not changed; the new graph shares the parameters of `gm`.  Weights are cast
     inside the graph.  `do_no_harm=True` (the default) may leave every op in fp32.
 
+    The new graph takes what `gm` takes, of any size and number, and gives results in
+    the containers of `gm`.  It is written for the dtypes, the ranks, the flags and the
+    other values of `example_inputs`, and for the relations between sizes that the trace
+    relied on (two equal sizes that one op combines): another input is a `CaptureError`
+    at the call, which names that input.  `train()` and `eval()` come before.
+
     Args:
         gm: a `torch.fx.GraphModule` or a `torch.export.ExportedProgram`.
-        example_inputs: one value per input of the graph.
+        example_inputs: one value per input of the graph; a container stays one value.
         **options: as for `convert`, except `backend`, `exact_casts`, `guard`,
             `loss_scale`, `masters` and `weight_copies`, which are for a model
             that is called and trained.
@@ -260,7 +266,7 @@ def rewrite(
         if not fits(pattern, paths):
             raise unfitting(pattern, paths, "the graph")
     low = choose_graph_precision(gm, example_inputs, chosen)
-    rewritten = rewrite_graph(gm, example_inputs, chosen, low).gm
+    rewritten = rewrite_given(gm, example_inputs, chosen, low)
     # The fake modes of the trace hold weak references to the weights, and
     # `torch.utils.swap_tensors` refuses a tensor that has one.
     compat.forget_inputs(rewritten)

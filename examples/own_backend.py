@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     exported = torch.export.export(model, (x,))
     low = autoamp.rewrite(exported, (x,), **OPTIONS)
     for node in low.graph.nodes:
-        if node.op == "call_function":
+        if node.op == "call_function" and node.meta["val"] is not None:
             print(f"   {node.name:<22} {str(node.meta['val'].dtype)[6:]}")
     dtypes = products(low)
     errors = [error(low(x), exact)]

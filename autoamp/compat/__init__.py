@@ -19,6 +19,7 @@ from autoamp.compat.dtensors import *
 from autoamp.compat.entry import *
 from autoamp.compat.exporting import *
 from autoamp.compat.frames import *
+from autoamp.compat.free_sizes import *
 from autoamp.compat.gradients import *
 from autoamp.compat.inductor import *
 from autoamp.compat.layers import *

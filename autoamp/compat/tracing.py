@@ -41,6 +41,25 @@ def current_fake_mode(inputs: Sequence[Any] = ()) -> FakeTensorMode | None:
     return mode if isinstance(mode, FakeTensorMode) else None
 
 
+def in_capture() -> bool:
+    """Whether this is a backend, called for a graph that Dynamo has just captured."""
+    return TracingContext.try_get() is not None
+
+
+def copied_placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A placeholder of `graph` like `node`, with its source, and without a default."""
+    new = graph.node_copy(node)
+    new.args = ()
+    if hasattr(node, "_dynamo_source"):
+        new._dynamo_source = node._dynamo_source
+    return new
+
+
+def take_trees_like(gm: fx.GraphModule, other: fx.GraphModule) -> None:
+    """Has `gm` take arguments and give results in the containers of `other`."""
+    gm.graph.set_codegen(other.graph._codegen)
+
+
 def forget_inputs(gm: fx.GraphModule) -> None:
     """Lets the fake modes of `gm` forget which tensors they have made fakes of.
 
