@@ -17,7 +17,7 @@ from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch.utils import _pytree as pytree
 
 from autoamp.compat.capture import hides_calls
-from autoamp.compat.frames import Left, Since, lock
+from autoamp.compat.frames import ConvertFrameReturn, Left, Since, lock
 from autoamp.compat.layers import PACKED, layer_captured, layer_left, recurrent_results
 from autoamp.compat.modes import any_autocast
 
@@ -60,10 +60,16 @@ def _compiled(base: Any, callback: Any, told: Hears, frame: Any, *args: Any) -> 
         return told.frames_left[code]
     since = Since()
     # Without this Dynamo leaves each function that calls an nn.LSTM, GRU or RNN.
-    with torch._dynamo.config.patch(allow_rnn=True), recurrent_results():
-        found = base(callback, frame, *args)
-        if layer_left(frame, found):
-            found = layer_captured(callback, frame, *args) or found
+    try:
+        with torch._dynamo.config.patch(allow_rnn=True), recurrent_results():
+            found = base(callback, frame, *args)
+            if layer_left(frame, found):
+                found = layer_captured(callback, frame, *args) or found
+    except torch._dynamo.exc.TorchRuntimeError:
+        # Torch 2.11 fails to pad what a recurrent layer gives for a packed sequence.
+        found = ConvertFrameReturn()
+        if hasattr(found, "skip_reason"):  # a later torch
+            raise
     at_limit = found.frame_exec_strategy.cur_action.name == "RUN_ONLY"
     broke = since.failed(found)
     hidden = hides_calls() and not torch._dynamo.trace_rules.check(code)

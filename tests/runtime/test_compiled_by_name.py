@@ -54,6 +54,8 @@ def packed(model: Any, x: Tensor) -> Any:
 @pytest.mark.parametrize("forward", [padded, packed])
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
 def test_recurrent_layers_run_low(kind: Any, forward: Any, x: Tensor, caplog) -> None:
+    if forward is packed and torch.__version__.startswith("2.11"):
+        pytest.skip("torch 2.11 cannot pad a packed sequence of fake tensors")
     model = Of(forward, inner=kind(WIDTH, 8), head=nn.Linear(8, 4))
     plain, allowed = copy.deepcopy(model), torch._dynamo.config.allow_rnn
     y, exact = by_name(model, strict=True)(x), plain(x)
