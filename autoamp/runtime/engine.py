@@ -27,6 +27,7 @@ from autoamp.passes.node_by_node import runs_every_op
 from autoamp.passes.record import Prepared, Setting
 from autoamp.passes.run import as_it_is, prepare
 from autoamp.passes.see.meshes import DTENSORS, NESTED, kind_of_tensors
+from autoamp.passes.see.regions import switches_on
 from autoamp.runtime.graph import (
     Graph,
     Local,
@@ -57,6 +58,12 @@ _BY_AUTOCAST = {
     "torch.autocast, in bf16 and unscaled where it is trained"
     for kind in (DTENSORS, NESTED)
 }
+
+
+_LEFT_TO_THE_SCRIPT = (
+    ("*", "in a model in which autocast of the script's own chooses the precision"),
+)
+"""Nobody has named the model, and the script has said which part of it may be low."""
 
 
 @dataclass(eq=False)
@@ -134,6 +141,10 @@ class Engine:
         # neither change a mode of the script nor draw from its generators.
         modes, drawn = compat.Modes(), compat.Generators()
         own_autocast = compat.any_autocast()  # a region entered inside this call
+        if scaling.automatic and (own_autocast or _switches_autocast_on(gm)):
+            self.record.leave_to_script()
+        if self.record.left_to_script:
+            options = replace(options, own_keep=_LEFT_TO_THE_SCRIPT)
         try:
             # An autocast region would cast inside the trace; the hooks of a checkpoint
             # round the call count saved tensors, and would count those of the trace.
@@ -354,6 +365,13 @@ class Engine:
             return results
 
         return call_watched
+
+
+def _switches_autocast_on(gm: fx.GraphModule) -> bool:
+    """Whether the code of a graph enters autocast of its own for its own tensors."""
+    values = (node.meta.get("example_value") for node in gm.graph.nodes)
+    devices = {v.device.type for v in values if isinstance(v, torch.Tensor)}
+    return switches_on(gm, devices)
 
 
 def _runs_low(prepared: Prepared) -> bool:

@@ -203,6 +203,11 @@ class Entry:
                 return self._in_region(model, args, kwargs)
             with region:
                 return self(model, args, kwargs)
+        if self.engine.record.left_to_script:
+            self.engine.record.calls += 1
+            self.engine.record.aside += 1
+            self.engine.record.scaling.ledger.note_called()
+            return self._as_written(model, *args, **kwargs)
         if self._by_autocast or self._is_bounded(model):
             return self._in_region(model, args, kwargs)
         if compat.any_autocast():

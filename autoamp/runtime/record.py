@@ -55,6 +55,12 @@ _METHOD = (
 )
 
 
+_TO_THE_SCRIPT = (
+    "autocast of the script's own, or of its trainer's, is entered inside it: that "
+    "autocast chooses the precision, and calls run as they are written"
+)
+
+
 @dataclass
 class Skipped:
     """Something that was not converted, and why."""
@@ -80,6 +86,7 @@ class Record:
         announced: the log line about the conversion has been written.
         announced_low: that line has said that ops are low.
         told_of_capture: it has been said that a first call takes long.
+        left_to_script: autocast of the script's own chooses the precision of all calls.
     """
 
     label: str
@@ -94,6 +101,7 @@ class Record:
     announced: bool = False
     announced_low: bool = False
     told_of_capture: bool = False
+    left_to_script: bool = False
 
     @property
     def runs(self) -> int:
@@ -175,6 +183,11 @@ class Record:
             text = f"autoamp: {self.label}: {why}"
             log_once(logger, logging.WARNING, text, of=self.scaling)
 
+    def leave_to_script(self) -> None:
+        """Notes that the script's own autocast chooses the precision of all calls."""
+        self.left_to_script = True
+        self.note(_TO_THE_SCRIPT, aloud=False)
+
     def left_in_method(self, method: str) -> None:
         """Keeps for the report that a method calls modules outside of all graphs."""
         found = Skipped(method, _METHOD)
@@ -212,6 +225,9 @@ def announce(record: Record) -> None:
 
     A second line follows where nothing ran low in the first call, and later does.
     """
+    if record.left_to_script:
+        log_left_to_autocast(logger, record.label, of=record.scaling)
+        return
     news = record.lowers and not record.announced_low
     if (record.announced and not news) or not logger.isEnabledFor(logging.INFO):
         return

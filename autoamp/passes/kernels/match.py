@@ -142,7 +142,7 @@ def in_regions(gm: fx.GraphModule, graph: fx.Graph) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in graph.nodes:
         regions.follow(node)
-        if regions.is_on is not None:
+        if regions.is_on() is not None:
             found.add(node)
     return found
 

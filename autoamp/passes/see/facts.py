@@ -297,7 +297,7 @@ class _Walk:
             numel=round(_numel(*floats) * held),
             read_numel=read,
             region=self.region,
-            autocast=self.autocasts.is_on,
+            autocast=self.autocasts.is_on(traced, device),
             requires_grad=node.name in self.grad_needed,
             storage=compat.storage_id(outputs[0]) if single and outputs else -1,
             modules=module_paths(node),

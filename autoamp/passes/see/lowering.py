@@ -70,7 +70,7 @@ class Lowering(fx.Interpreter):
             return self.placeholder(n.target, n.args, n.kwargs)
         self._regions.follow(n)
         # In an autocast region the op alone does not determine Dynamo's result.
-        known = self.op_cache if self._regions.is_on is None else None
+        known = self.op_cache if self._regions.is_on() is None else None
         if n.op == "call_function" and n.target in compat.ENCODER_LAYERS:
             known = None  # one call becomes several
         call = known.call(n, self.env) if known is not None else None

@@ -7,7 +7,7 @@ that enter and leave the region; the nodes between run as in the model.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ class Regions:
         >>> regions = Regions(graph_module)
         >>> for node in graph_module.graph.nodes:
         ...     regions.follow(node)
-        ...     print(node, regions.is_on)
+        ...     print(node, regions.is_on())
         input_1 None
         relu None
         output None
@@ -57,14 +57,17 @@ class Regions:
         """The regions round the current node, outermost first."""
         return tuple([region for _, region in self._inside])
 
-    @property
-    def is_on(self) -> bool | None:
-        """Whether autocast is on in the innermost region; None outside all regions."""
-        if not self._inside:
+    def is_on(self, *devices: str) -> bool | None:
+        """Whether autocast is on in the innermost region; None outside all regions.
+
+        Args:
+            devices: the types of devices whose regions count; by default all.
+        """
+        counted = [r for r in self.inside if not devices or r[0] in devices]
+        if not counted:
             return None
-        region = self._inside[-1][1]
         # `torch.autocast(device, dtype)` is on.
-        return bool(region[2]) if len(region) > 2 else True
+        return bool(counted[-1][_ENABLED]) if len(counted[-1]) > _ENABLED else True
 
     def entered(self) -> contextlib.AbstractContextManager[Any]:
         """Enters the same regions, for ops that are called to see their results."""
@@ -77,6 +80,22 @@ class Regions:
                 self._states[region] = compat.autocast_state(*region[:3])
             stack.enter_context(compat.in_autocast(self._states[region]))
         return stack
+
+
+def switches_on(gm: fx.GraphModule, devices: Collection[str]) -> bool:
+    """Whether `gm`, or a body in it, enters autocast for one of these device types."""
+    return any(
+        node.target is compat.ENTER_AUTOCAST
+        and node.args[0] in devices
+        and (len(node.args) <= _ENABLED or bool(node.args[_ENABLED]))
+        for each in gm.modules()
+        if isinstance(each, fx.GraphModule)
+        for node in each.graph.nodes
+    )
+
+
+_ENABLED = 2
+"""The position of `enabled` among the arguments of `torch.autocast`."""
 
 
 LOWERED_BODY = "autoamp_lowered_body"
