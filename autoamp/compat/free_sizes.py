@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 from torch._dynamo.source import ConstantSource
@@ -25,6 +24,9 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+sympy: Any = symbolic_shapes.sympy  # type: ignore[attr-defined]
+"""Torch requires it, in the version that its expressions are made with."""
 
 FREE, FIXED = DimDynamic.DYNAMIC, DimDynamic.STATIC
 _SHAPES_ITS_RANK = ("aten::squeeze", "aten::squeeze_", "aten::squeeze_copy")

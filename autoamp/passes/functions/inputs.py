@@ -133,7 +133,8 @@ def check_condition(holds: Any, wanted: bool, condition: str) -> None:
     Args:
         wanted: the value of `holds` where the condition holds.
     """
-    if holds != wanted:
+    # Torch 2.13 has no expression for a comparison of a symbolic comparison with True.
+    if bool(holds) != wanted:
         raise CaptureError(
             f"these inputs are not as the graph was rewritten: it relies on "
             f"{condition}; {_ADVICE}"
