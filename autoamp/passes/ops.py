@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import functools
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -91,19 +93,47 @@ def close_names(key: str) -> list[str]:
     if overload:  # `sofmtax.int`, or an unknown namespace
         wanted.append(("aten", overload))
     for space, word in [*wanted, ("aten", name)]:
-        close = difflib.get_close_matches(word, _known_names(space), 12)
+        close = difflib.get_close_matches(word, _alike(space, word), 12)
         found = [f"{space}::{each}" for each in close if exists(f"{space}::{each}")]
         if found:
             return found[:3]
     return []
 
 
-def _known_names(namespace: str) -> list[str]:
-    """Names that ops of `namespace` may have; torch has no public list of ATen ops."""
-    names = set(dir(getattr(torch.ops, namespace, None)))
+_COMPARED = 40
+"""The names compared letter by letter with an unknown one, which takes long."""
+
+
+def _alike(namespace: str, word: str) -> list[str]:
+    """The names of a namespace that share the most pairs of letters with `word`."""
     if namespace == "aten":
-        names.update(dir(torch), dir(torch.nn.functional), dir(torch.Tensor))
-    return sorted(name for name in names if not name.endswith("_"))
+        index = _aten_by_pairs()
+    else:
+        index = _by_pairs(dir(getattr(torch.ops, namespace, None)))
+    shared = Counter(name for pair in _pairs(word) for name in index.get(pair, ()))
+    return [name for name, _ in shared.most_common(_COMPARED)]
+
+
+@functools.cache
+def _aten_by_pairs() -> Mapping[str, list[str]]:
+    """Names that ops of ATen may have; torch has no public list of them."""
+    places = (torch.ops.aten, torch, torch.nn.functional, torch.Tensor)
+    return _by_pairs(sorted({name for place in places for name in dir(place)}))
+
+
+def _by_pairs(names: Iterable[str]) -> Mapping[str, list[str]]:
+    """The names that have a pair of letters, by the pair; none of ops in place."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        for pair in () if name.endswith("_") else _pairs(name):
+            found.setdefault(pair, []).append(name)
+    return found
+
+
+def _pairs(word: str) -> list[str]:
+    """The pairs of neighbours in a word, its two ends included."""
+    word = f" {word} "
+    return sorted({word[at : at + 2] for at in range(len(word) - 1)})
 
 
 # -- properties that an op's name, schema and tags alone decide ----------------------

@@ -97,7 +97,7 @@ def load(path: str | os.PathLike[str]) -> SavedReport:
     """
     shown = printable_line(os.fsdecode(path), 300)
     try:
-        data = json.loads(_read(Path(path), shown))
+        data = json.loads(_read(Path(path), shown))  # bytes: UTF-8, UTF-16, a BOM
     except OSError as error:
         raise OptionError(
             f"{shown}: cannot be read ({error.strerror}); {_GIVE}"
@@ -166,7 +166,7 @@ def report_in(where: str, data: object) -> SavedReport:
     )
 
 
-def _read(path: Path, shown: str) -> str:
+def _read(path: Path, shown: str) -> bytes:
     status = path.stat()
     # The path may be anything: a pipe blocks, and `/dev/zero` never ends.
     if stat.S_ISDIR(status.st_mode):
@@ -178,7 +178,7 @@ def _read(path: Path, shown: str) -> str:
             f"{shown}: {status.st_size:,} bytes, but a report has at most "
             f"{MAX_BYTES:,}; {_GIVE}"
         )
-    return path.read_bytes().decode("utf-8")
+    return path.read_bytes()
 
 
 def _tables(

@@ -130,6 +130,14 @@ def test_a_written_report_is_read_back(tmp_path: Path) -> None:
     assert load(path) == dataclasses.replace(report, path=str(path))
 
 
+@pytest.mark.parametrize("kind", ["utf-8-sig", "utf-16"])
+def test_a_report_is_read_as_windows_writes_it(kind: str, tmp_path: Path) -> None:
+    report = saved(layers(3))
+    path = tmp_path / "a.json"
+    path.write_bytes(text(report).encode(kind))
+    assert load(path) == dataclasses.replace(report, path=str(path))
+
+
 def changed(**keys: Any) -> str:
     return json.dumps({**document(saved(layers(1))), **keys})
 

@@ -48,6 +48,7 @@ def test_other_files_are_no_pages(folder: Path) -> None:
     for text in (
         "<p>",
         '<script type="application/json" id="data">{}</script>',
+        f'<script type="application/json" id="data">{"[" * 100_000}</script>',
         "\xff",
     ):
         other.write_text(text, encoding="latin-1")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import logging
+import math
 import re
 import stat
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,6 +31,8 @@ MAX_BYTES = 1 << 20
 
 MAX_DOTS = 100
 """The most dots that a line of a rules file may have."""
+
+_INTEGER_BITS = 63
 
 _META = {"dtype": (*TORCH_NAMES, "any"), "description": None}
 _CONDITION = ("test", "value", "argument", "category", "reason")
@@ -59,6 +63,7 @@ class Contents:
         Raises:
             RulesError: the entry is wrong; the error names the key, not the file.
         """
+        _refuse_long_integers(f"{table}.{written}", value)
         if table == "meta":
             self._add_meta(written, value)
         elif table == "keep":
@@ -120,7 +125,7 @@ def read(path: Path, *, builtin: bool) -> Contents:
     """
     contents = Contents(path, builtin=builtin)
     try:
-        data = _load_toml(path)
+        data = _load_toml(_read_text(path))
         for table, entries in data.items():
             _check_table(table, entries)
         for table in sorted(data, key=_TABLES.index):
@@ -146,22 +151,35 @@ def _check_table(table: str, entries: object) -> None:
         _fail(table, f"must be a table: write [{table}] on its own line")
 
 
-def _load_toml(path: Path) -> dict[str, Any]:
+def _load_toml(text: str) -> dict[str, Any]:
     """The tables of a rules file, not checked yet."""
+    # Before `tomllib`: a key of a million dots keeps it busy for hours.
+    _refuse_deep_keys(text)
     try:
-        text = _read_bytes(path).decode("utf-8")
-        # Before `tomllib`: a key of a million dots keeps it busy for hours.
-        _refuse_deep_keys(text)
         return tomllib.loads(text)
-    except OSError as error:
-        raise RulesError(
-            f"cannot be read ({error.strerror}); give the path of a TOML "
-            "file, or the name of a built-in set"
-        ) from error
-    except RulesError:
-        raise
     except (ValueError, RecursionError) as error:  # 5000-digit integers too
         raise RulesError(f"not a TOML file: {error}") from error
+
+
+def _read_text(path: Path) -> str:
+    """The text of a file in UTF-8, or in UTF-16 as Windows writes it."""
+    try:
+        data = _read_bytes(path)
+    except RulesError:
+        raise
+    except (OSError, ValueError) as error:  # a null byte in the path
+        why = getattr(error, "strerror", error)
+        raise RulesError(
+            f"cannot be read ({why}); give the path of a TOML file, or the name of a "
+            "built-in set"
+        ) from error
+    marked = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    try:
+        return data.decode("utf-16" if marked else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RulesError(
+            f"not a TOML file: {error}; save the file as text in UTF-8"
+        ) from error
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -191,6 +209,21 @@ def _refuse_deep_keys(text: str) -> None:
                 f"line {number} has more than {MAX_DOTS} dots; keys of a rules "
                 "file have two at most, and a reason is a sentence"
             )
+
+
+def _refuse_long_integers(key: str, value: object) -> None:
+    """Refuses integers of more than 64 bits, which no test of a rule can use."""
+    inner: Iterable[object] = ()
+    if isinstance(value, int) and value.bit_length() > _INTEGER_BITS:
+        # `repr` would raise an error for thousands of digits.
+        problem = f"holds a whole number of {value.bit_length()} bits"
+        _fail(key, f"{problem}; TOML has {_INTEGER_BITS} and a sign")
+    if isinstance(value, list):
+        inner = value
+    elif isinstance(value, dict):
+        inner = value.values()
+    for each in inner:
+        _refuse_long_integers(key, each)
 
 
 # -- the attributes of a rule: each takes the key, the op and what the file gives -----
@@ -277,7 +310,11 @@ _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "exponent_outside": (_is_range, "[lowest, highest]"),
     "argument_is": (
-        lambda value: isinstance(value, bool | int | float | str),
+        # NaN equals no argument, not even NaN.
+        lambda value: (
+            isinstance(value, bool | int | float | str)
+            and not (isinstance(value, float) and math.isnan(value))
+        ),
         "a string, a number or a boolean",
     ),
     "device_is": (
@@ -346,13 +383,14 @@ def check(path: Path) -> tuple[list[Fault], int]:
         ([Fault(line=2, problem='allow.linaer: torch has no op aten::linaer; ...')], 0)
     """
     try:
-        data = _load_toml(path)
+        text = _read_text(path)
+        data = _load_toml(text)
     except RulesError as error:
         line = _AT_LINE.search(str(error))
         if line is None:
             raise RulesError(f"{path}: {error}") from error.__cause__
         return [Fault(int(line[1] or line[2]), str(error))], 0
-    places = _places(path.read_text(encoding="utf-8"))
+    places = _places(text)
     faults: list[Fault] = []
 
     @contextlib.contextmanager

@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype
 from autoamp.errors import RulesError
-from autoamp.messages import FULL_WIDTH, counted
+from autoamp.messages import FULL_WIDTH, counted, printable_line
 from autoamp.passes.ops import (
     base_name,
     exists,
@@ -100,8 +100,15 @@ class Rules(Printed):
         """The rules in a TOML file, or the built-in set of that name."""
         if isinstance(source, str) and source in BUILTIN:
             return _load_builtin(source)
-        path = Path(source)
-        if not path.is_file() and len(path.parts) == 1 and not path.suffix:
+        try:
+            path = Path(source)
+            there = path.is_file()
+        except (TypeError, ValueError, OSError) as error:
+            raise RulesError(
+                f"{printable_line(repr(source), 300)} is not the path of a rules "
+                f"file: {error}"
+            ) from error
+        if not there and len(path.parts) == 1 and not path.suffix:
             names = ", ".join(BUILTIN)
             raise RulesError(f"{source}: neither a file nor a built-in set ({names})")
         found = read(path, builtin=False)

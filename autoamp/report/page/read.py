@@ -30,7 +30,7 @@ def page_at(path: str) -> _Data:
     try:
         found = _DATA.search(Path(path).read_text(encoding="utf-8"))
         data = json.loads(found[1]) if found else None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise OptionError(f"{shown}: cannot be read as a page ({error})") from None
     if not isinstance(data, dict) or data.get("schema") != PAGE_SCHEMA:
         raise OptionError(f"{shown}: it is not the page of a report; {_GIVE}")

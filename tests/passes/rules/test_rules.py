@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import functools
 import pickle
 import subprocess
@@ -623,6 +624,19 @@ WRONG: dict[str, tuple[str | bytes, list[str]]] = {
     "kept numbers": ("[keep]\nmodules = [1]", ["must be a list of module paths"]),
     "keep key": ('[keep]\nmodule = ["head"]', ["keep.module", "unknown; use modules"]),
     "long integer": ("[deny]\nmm = " + "9" * 5000, ["not a TOML file"]),
+    "integer in meta": (
+        "[meta]\ndtype = 0x" + "f" * 5000,
+        ["meta.dtype", "20000 bits"],
+    ),
+    "integer of 64 bits": (
+        WHEN % 'test="reduces_at_least", value=9223372036854775808',
+        ["infer.sum", "64 bits"],
+    ),
+    "integer of 400 digits": (
+        WHEN % f'test="exponent_outside", value=[1, {"9" * 400}]',
+        ["infer.sum", "1329 bits"],
+    ),
+    "no UTF-8": (b"[deny]\nexp = 'f\xfcr'", ["not a TOML file", "UTF-8"]),
     "long key": ("a" + ".a" * 10**5 + " = 1", ["line 1 has more than 100 dots"]),
     "names": (
         '[deny]\nexp={reason="r", no_kernel="cpu"}',
@@ -654,6 +668,7 @@ CONDITIONS = {
     'test="device_is", value=1': ["value", "device type"],
     'test="argument_is", argument="no", value=1': ["argument", "self"],
     'test="argument_is", argument="dim", value=[1]': ["value"],
+    'test="argument_is", argument="dim", value=nan': ["value", "is nan"],
     'test="device_is", argument="dim", value="cpu"': ["argument", "delete"],
 }
 for _condition, (_key, *_words) in CONDITIONS.items():
@@ -671,10 +686,49 @@ def test_a_wrong_file_is_named_with_the_key_and_what_to_do(case: str, tmp_path) 
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path) -> None:
-    for path in (tmp_path / "gone.toml", "fp61", tmp_path):
+    paths = (tmp_path / "gone.toml", "fp61", tmp_path, 5, None, b"a.toml")
+    for path in paths:
         with pytest.raises(RulesError) as raised:
             Rules.load(path)
         says(raised, path)
+
+
+@pytest.mark.parametrize("path", ["a" * 5000 + ".toml", "a\0.toml"])
+def test_a_path_that_no_file_has_is_an_error(path: str) -> None:
+    with pytest.raises(RulesError) as raised:
+        Rules.load(path)
+    says(raised, "a")
+
+
+@pytest.mark.parametrize("kind", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be"])
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+def test_a_file_as_editors_on_windows_write_it(tmp_path, kind: str, ends: str) -> None:
+    mark = "\ufeff" if kind == "utf-16-be" else ""
+    text = mark + ends.join(("[deny]", 'exp = "für"', 'exq = "r"'))
+    path = write(tmp_path, text.encode(kind))
+    faults, rules = parse.check(path)
+    assert ([fault.line for fault in faults], rules) == ([3], 1)
+    path = write(tmp_path, text.rpartition(ends)[0].encode(kind))
+    assert Rules.load(path).table["aten::exp"].reason == "für"
+
+
+def test_many_unknown_ops_are_each_compared_with_few_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the 1,900 names that ops may have, those with the same pairs of letters."""
+    compared: list[int] = []
+
+    def counting(word: str, names: list[str], *rest: Any) -> list[str]:
+        compared.append(len(names))
+        return close(word, names, *rest)
+
+    close = difflib.get_close_matches
+    monkeypatch.setattr(difflib, "get_close_matches", counting)
+    lines = [f'sofmtax{number} = "r"' for number in range(500)]
+    faults, _ = parse.check(write(tmp_path, "\n".join(("[deny]", *lines))))
+    assert len(faults) == len(compared) == 500
+    assert all("aten::softmax" in fault.problem for fault in faults)
+    assert max(compared) <= 40
 
 
 @pytest.mark.parametrize(("extra", "fits"), [(0, True), (1, False)])
