@@ -35,7 +35,7 @@ from autoamp.compat.limits import (
 )
 from autoamp.compat.patches import dynamo_patched
 from autoamp.compat.places import Paths, guard_place, placed, root_frame
-from autoamp.compat.tensors import wrappers_in
+from autoamp.compat.tensors import failure_on, wrappers_in
 
 _FORBIDDEN = "using FX to symbolically trace"
 """A part of what Dynamo says, before anything has run, where torch.fx traces a call."""
@@ -44,10 +44,6 @@ _FORBIDDEN = "using FX to symbolically trace"
 _FULL = (
     "Dynamo is at the recompile limit (torch._dynamo.config.recompile_limit), and "
     "these calls need graphs of their own. They differ in {}"
-)
-_WRAPPED = (
-    "Dynamo fails on tensors of {}, whose class has a __torch_function__ of its own. A "
-    "call with plain tensors, x.as_subclass(torch.Tensor), is captured"
 )
 _HOOKED = (
     "hooks come and go between these calls, and each set of hooks needs a graph of its "
@@ -221,8 +217,7 @@ class _Frames:
         found = self._compiled(callback, base, frame, since, *args, **kw)
         if given and self._backend.nodes == before:
             found.apply_to_code = False  # other calls may give plain tensors
-            names = ", ".join(f"{each.__module__}.{each.__name__}" for each in given)
-            why = self._failed_on[given] = _WRAPPED.format(names)
+            why = self._failed_on[given] = failure_on(given)
             raise NoMoreGraphsError(why)
         if is_entry and found is self._exceeded.get(frame.f_code):
             # Nothing has run yet: the whole call may be made in another way.

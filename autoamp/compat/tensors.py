@@ -314,6 +314,15 @@ def wrappers_in(given: Any) -> tuple[type, ...]:
     return tuple(sorted(found, key=lambda each: (each.__module__, each.__qualname__)))
 
 
+def failure_on(wrappers: tuple[type, ...]) -> str:
+    """Says that Dynamo fails on tensors of these classes, and what to do."""
+    names = ", ".join(f"{each.__module__}.{each.__name__}" for each in wrappers)
+    return (
+        f"Dynamo fails on tensors of {names}, whose class has a __torch_function__ of "
+        "its own. A call with plain tensors, x.as_subclass(torch.Tensor), is captured"
+    )
+
+
 def _is_plain(kind: type[torch.Tensor]) -> bool:
     # Each look at a class method makes another object, of one function.
     function: Any = kind.__torch_function__

@@ -123,7 +123,11 @@ def runs_low(report: Document, low: str) -> Iterator[str]:
     if found.share_of_time_low:
         share = f"; in fp32 they take {found.share_of_time_low:.0%} of the time"
     ops = counted(found.float_ops, "float op")
-    yield f"{found.low_ops:,} of {ops} run in {low}{share}."
+    where, shares = "", report.coverage
+    if shares is not None and shares.calls_aside and not report.explained_for:
+        ran = shares.calls - shares.calls_aside
+        where = f" in {ran:,} of {counted(shares.calls, 'call')}"
+    yield f"{found.low_ops:,} of {ops} run in {low}{where}{share}."
     yield counts_text(report.cast_counts, low)
     yield from compiled_text(report.sections)
     yield from kernels_text(report.ops)
@@ -378,8 +382,8 @@ def _calls(report: Document) -> Iterator[str]:
         )
     if not_captured(report.skipped):
         yield (
-            "The parts that were not captured run in fp32; report.skipped names their "
-            "lines and the reasons."
+            "What was not captured runs in fp32, unless report.skipped, which names "
+            "lines and reasons, says torch.autocast."
         )
 
 

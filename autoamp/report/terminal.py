@@ -168,6 +168,8 @@ def cost_text(group: Stayed) -> str:
 def _not_converted(report: Document) -> Iterator[RenderableType]:
     """The first three answers for a model that is not converted."""
     nothing = "Nothing: the model is not converted and runs unchanged."
+    if report.coverage is not None and report.coverage.calls:
+        nothing = "Nothing runs in graphs of the pass; the reasons say how calls ran."
     yield from _answer("What runs low", [nothing, *_so_far(report)])
     yield from _answer("What it should gain here", ["Nothing."])
     shown, more = report.skipped[:LISTED], len(report.skipped) - LISTED

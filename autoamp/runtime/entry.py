@@ -153,6 +153,8 @@ class Entry:
         self._in_vain = 0
         # The reasons why calls run under autocast: of this `forward`, and of all.
         self._by_autocast = self._left_to_autocast = self._no_graph = ""
+        # Why calls with tensors of these classes run under autocast.
+        self._failed_on: dict[tuple[type, ...], str] = {}
         # The reason why no more is captured, whether that holds only while modules have
         # hooks, and whether such calls run in fp32 because they are mostly Python.
         self._bounded, self._only_hooked, self._is_python = "", False, False
@@ -210,6 +212,10 @@ class Entry:
             return self._as_written(model, *args, **kwargs)
         if self._by_autocast or self._is_bounded(model):
             return self._in_region(model, args, kwargs)
+        if self._failed_on:
+            why = self._failed_on.get(compat.wrappers_in((args, kwargs)), "")
+            if why:
+                return self._in_region(model, args, kwargs, why)
         if compat.any_autocast():
             # Our graphs hold their own casts.  The script's region would cast once more
             # inside them, and a half input would be captured as another graph.
@@ -317,7 +323,7 @@ class Entry:
                 raise
             if drawn is not None:
                 drawn.restore()
-            engine.record.forget_unused(had)
+            engine.record.forget(had)
             result = self._in_python(caught, model, args, kwargs)
             if not traced:
                 engine.record.aside += 1
@@ -382,6 +388,10 @@ class Entry:
             raise error
         why = compat.said_in_a_line(error)
         said = f"Dynamo failed in a call, which ran under torch.autocast: {why}"
+        given = compat.wrappers_in((args, kwargs))
+        if given:  # its next call would fail as well, and as late
+            self._failed_on[given] = compat.failure_on(given)
+            said = f"some {_INSTEAD}{self._failed_on[given]}"
         self.engine.record.note(said)
         return fp32_results(result, low)
 

@@ -150,6 +150,10 @@ class Record:
             each for each in self.graphs[had:] if each.runs or each.rewritten is None
         ]
 
+    def forget(self, had: int) -> None:
+        """Drops the graphs after the first `had`: the call that ran them has failed."""
+        del self.graphs[had:]
+
     def leave_out(self, problem: str) -> None:
         """Keeps the reason why the next graph cannot even be run as it is."""
         self.skipped.append(Skipped(f"graph {len(self.graphs)}", problem))

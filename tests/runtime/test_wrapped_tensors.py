@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
+from autoamp.runtime.program import Program
 from tests.logs import warned
 from tests.says import says
 from tests.small_models import BF16, WIDTH, mlp
@@ -97,3 +98,26 @@ def test_a_call_in_which_dynamo_raises_runs_as_under_autocast(
     says(line, "torch.autocast", "of its own")
     coverage = autoamp.report(model).coverage
     assert (coverage.calls, coverage.calls_aside) == (1, 1)
+
+
+def test_a_class_that_dynamo_raises_on_is_left_alone_from_then_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = mlp(), batch().as_subclass(Image)
+    tried: list[type] = []
+
+    def fails(_: Program, __: nn.Module, given: Tensor) -> Tensor:
+        tried.append(type(given))
+        raise torch._dynamo.exc.InternalTorchDynamoError("maximum recursion depth")
+
+    monkeypatch.setattr(Program, "__call__", fails)
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            wanted = model(x).float()
+        autoamp.convert(model, **{**BF16, "strict": False})
+        for _ in range(3):
+            assert torch.equal(model(x), wanted)
+        assert tried == [Image]
+        model(batch())
+    assert tried == [Image, Tensor], "plain tensors may be captured"
+    says(warned(caplog)[0], "torch.autocast", "Image")
