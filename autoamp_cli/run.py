@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from typing import Any
 
 import click
@@ -89,6 +90,13 @@ def run(
         environment.read(environ)
     except AutoampError as error:
         raise Problem(str(error)) from None
+    # Of a checkout that is merely found (PYTHONPATH) torch would start nothing.
+    if not entry_points(group="torch.backends", name="autoamp"):
+        raise Problem(
+            f"autoamp is not installed for {sys.executable}: torch would start nothing "
+            "when SCRIPT imports it, and SCRIPT would run in fp32; install autoamp "
+            f"({sys.executable} -m pip install FOLDER_OR_ADDRESS)"
+        )
     # SCRIPT runs in a new process, so that Python sets `__main__`, argv and sys.path.
     command = [sys.executable, *(["-m"] if as_module else []), script, *arguments]
     if os.name == "nt":  # exec on Windows returns before SCRIPT ends

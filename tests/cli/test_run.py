@@ -160,6 +160,18 @@ def test_what_is_launched(
     assert environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "1"
 
 
+@pytest.mark.usefixtures("nothing_asked_for")
+def test_a_checkout_that_is_not_installed_launches_nothing(
+    launched: calls.Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch would start nothing: the script would run in fp32 without a word."""
+    monkeypatch.setattr("importlib.metadata.distributions", lambda **_: iter(()))
+    ran = call("run --precision bf16 script.py")
+    assert ran.exit_code == 2
+    says(ran.stderr, "not installed", "fp32", "pip install", sys.executable)
+    assert launched == []
+
+
 def test_every_variable_has_its_option() -> None:
     names = {"AUTOAMP_" + p.name.upper() for p in run_command.params if p.name}
     lists = {f"AUTOAMP_{each.upper()}" for each in CATEGORIES}
