@@ -7,6 +7,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 OLDEST_VENV ?= .venv-oldest
+PACKAGES_VENV ?= .venv-packages
 TORCH_ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
@@ -26,7 +27,7 @@ export PYTHONHASHSEED := 0
 
 .DEFAULT_GOAL := help
 .PHONY: help setup zoo demo test test-thorough test-all test-oldest \
-  test-cuda-fake conformance fuzz mutants \
+  test-cuda-fake conformance packages fuzz mutants \
   lint types bench gpu docs check-wheel clean
 .DELETE_ON_ERROR:
 
@@ -101,6 +102,21 @@ conformance: $(VENV)/.ready $(VENV)/.zoo ## Every op, every peer's own cases, ra
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/conformance \
 	  --trust-table benchmarks/results/trust
 
+# Beside the other environments: these packages import each other where they find one.
+$(PACKAGES_VENV)/.ready: tests/packages/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(PACKAGES_VENV)
+	$(PACKAGES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  $(TORCH_ARGS) --constraint constraints.txt '$(TORCH)'
+	$(PACKAGES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --requirement tests/packages/requirements.txt '$(TORCH)'
+	$(PACKAGES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --no-build-isolation --no-deps --editable .
+	@touch $@
+
+packages: $(VENV)/.ready $(PACKAGES_VENV)/.ready ## Ten packages' own training loops, beside fp32 and torch.autocast
+	PACKAGES_PYTHON=$(CURDIR)/$(PACKAGES_VENV)/bin/python \
+	  $(BIN)/python -m pytest $(PYTEST_ARGS) tests/packages/loops.py
+
 SECONDS ?= 600
 
 fuzz: $(VENV)/.ready ## New examples for all property tests and state machines, for SECONDS=600
@@ -151,5 +167,5 @@ gpu: ## The tests and tables that need a GPU, in pieces of ten minutes that go o
 	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS) $(PIECES)
 
 clean: ## Remove .venv and every cache
-	rm -rf $(VENV) $(OLDEST_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(OLDEST_VENV) $(PACKAGES_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
