@@ -335,8 +335,9 @@ def export(
 def load(path: str | os.PathLike[str]) -> Any:
     """Loads what `export` wrote to a file, and checks it against the plan in the file.
 
-    Each node and weight must have the dtype that was planned.  Of a compiled package
-    only the plan is checked.  Torch's loaders unpickle
+    Each part must have the size and the hash that it was written with, and each node
+    and weight the dtype that was planned.  Of a compiled package only the parts and the
+    plan are checked.  Torch's loaders unpickle
     parts of a .pt2 file: open files that you trust.
 
     Args:
@@ -348,8 +349,9 @@ def load(path: str | os.PathLike[str]) -> Any:
         the weights that are in a second file.
 
     Raises:
-        ExportError: the file holds no plan, or another program than its plan says.
-        OptionError: the file cannot be read.
+        ExportError: the file holds no plan, or another program than its plan says, or
+            it was changed after it was written.
+        OptionError: the file cannot be read, or is damaged.
 
     Example:
         >>> import os, tempfile

@@ -5,6 +5,7 @@ results.py     results beside those of fp32, and of the converted model
 plan.py        the plan, which goes into every file
 targets.py     what each runtime takes
 files.py       the file of a target
+members.py     the size and the hash of each part of a file
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from autoamp.errors import ExportError, OptionError
 from autoamp.messages import printable_line
 from autoamp.passes.rows import SavedReport
 from autoamp.tools import export_onnx as onnx_files
+from autoamp.tools.export_members import check_archive, seal_archive
 from autoamp.tools.export_plan import (
     PLAN_KEY,
     Plan,
@@ -90,6 +91,8 @@ def write(program: torch.export.ExportedProgram, target: Target, out: Path_) -> 
             raise ExportError(
                 f"the file for target={target.name!r} cannot be made: {text}"
             ) from error
+        if path.suffix == ".pt2":
+            seal_archive(draft)
         opened(draft)
     classes = plan_kept_in(program).classes
     if classes and SUFFIXES[target.kind] == ".pt2":
@@ -128,10 +131,7 @@ def opened(path: Path_) -> tuple[Any, Plan, SavedReport]:
     if suffix == SUFFIXES["onnx"]:
         return onnx_files.opened(path, shown)
     try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-    except zipfile.BadZipFile:
-        raise OptionError(f"{shown}: it is no .pt2 or .onnx file") from None
+        names = check_archive(shown, Path(path))
     except OSError as error:
         raise OptionError(f"{shown}: cannot be read ({error})") from None
     try:

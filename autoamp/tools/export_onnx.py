@@ -6,6 +6,7 @@ exported program that it stands for, or names that node in its metadata.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -20,8 +21,17 @@ from autoamp.dtypes import parse_low_dtype, short_name
 from autoamp.errors import ExportError
 from autoamp.messages import printable_line
 from autoamp.passes.rows import SavedReport
+from autoamp.tools.export_members import (
+    MEMBERS,
+    check_members,
+    digest_of,
+    digest_of_file,
+    note_of_members,
+)
 from autoamp.tools.export_plan import PLAN_KEY, Plan, held_by, plan_from, plan_kept_in
 from autoamp.tools.export_targets import Target, check_installed
+
+logger = logging.getLogger(__name__)
 
 _LARGE = 1 << 30
 """Bytes of weights from which on they go to a second file; protobuf ends at 2 GiB."""
@@ -38,12 +48,72 @@ def write(target: Target, program: torch.export.ExportedProgram, path: Path) -> 
     low = parse_low_dtype(plan.report.get("compute_dtype") or "")
     opset = None if low is None else target.opsets.get(short_name(low))
     made = compat.onnx_program(program, opset)
+    _check_writes(made.exported_program)
     size = sum(t.numel() * t.element_size() for _, t in held_by(program))
     made.save(os.fspath(path), external_data=size > _LARGE)
     model = onnx.load(os.fspath(path), load_external_data=False)
+    if not model.graph.output:
+        raise ExportError("the model returns no tensor, which an ONNX file has to")
     own = _with_onnx_names(plan, model)
     model.metadata_props.add(key=PLAN_KEY, value=own.to_json())
+    note = note_of_members(_members(model, path))
+    model.metadata_props.add(key=MEMBERS, value=note)
     path.write_bytes(model.SerializeToString())
+
+
+def _check_writes(program: torch.export.ExportedProgram) -> None:
+    """Checks that a program writes to none of its buffers, which ONNX cannot.
+
+    Torch's exporter leaves such writes out, and of the ops that make them, as batch
+    norms in training mode do, it may write ops that compute other results.
+
+    Raises:
+        ExportError: the program writes to a buffer.
+    """
+    signature = program.graph_signature
+    written = [*dict.fromkeys(signature.buffers_to_mutate.values())]
+    if written:
+        shown = ", ".join(written[:3]) + (", ..." if len(written) > 3 else "")
+        raise ExportError(
+            f"each call of the model writes to {shown}, and a model in ONNX keeps "
+            "nothing from call to call. model.eval() before the export ends the writes "
+            'of batch norms; other buffers can be arguments and results; target="pt2" '
+            "takes the model as it is"
+        )
+    inputs = [*dict.fromkeys(signature.user_inputs_to_mutate.values())]
+    if inputs:
+        logger.warning(
+            "autoamp: the model writes to %s, which it is given, and a model in ONNX "
+            "leaves it as it is; its results are the same",
+            ", ".join(inputs),
+        )
+
+
+def _members(model: Any, path: Path) -> dict[str, tuple[int, str]]:
+    """The parts of an ONNX model: the model without its note, and its second file.
+
+    The model is hashed as onnx writes it, so that another tool may write it again.
+    """
+    bare = type(model)()
+    bare.CopyFrom(model)
+    kept = [each for each in model.metadata_props if each.key != MEMBERS]
+    del bare.metadata_props[:]
+    bare.metadata_props.extend(kept)
+    found = {"model": digest_of([bare.SerializeToString(deterministic=True)])}
+    places = {
+        each.value
+        for graph in _graphs(model.graph)
+        for weight in graph.initializer
+        for each in weight.external_data
+        if each.key == "location"
+    }
+    for place in sorted(places):
+        try:
+            with (path.parent / place).open("rb") as file:
+                found[place] = digest_of_file(file)
+        except (OSError, ValueError):
+            found[place] = (0, "")  # as of no file
+    return found
 
 
 def opened(path: str | os.PathLike[str], shown: str) -> tuple[Any, Plan, SavedReport]:
@@ -63,6 +133,8 @@ def opened(path: str | os.PathLike[str], shown: str) -> tuple[Any, Plan, SavedRe
         raise ExportError(f"{shown}: onnx cannot load it: {text}") from error
     notes = {each.key: each.value for each in model.metadata_props}
     plan, report = plan_from(shown, notes.get(PLAN_KEY))
+    if MEMBERS in notes:  # files of earlier days have none
+        check_members(shown, notes[MEMBERS], _members(model, Path(path)))
     try:
         onnx.checker.check_model(os.fspath(path), full_check=True)
     except Exception as error:

@@ -43,8 +43,8 @@ class Heads(nn.Module):
 def plan_of(loaded: Any) -> dict[str, Any]:
     """The plan in a program, or in what `autoamp.load` gives of a file."""
     if isinstance(loaded, onnx.ModelProto):
-        (note,) = loaded.metadata_props
-        found: dict[str, Any] = json.loads(note.value)
+        notes = {each.key: each.value for each in loaded.metadata_props}
+        found: dict[str, Any] = json.loads(notes["autoamp"])
         return found
     return noted_plan(loaded)  # type: ignore[no-any-return]
 
