@@ -229,6 +229,13 @@ def restrided(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return tensor.detach().as_strided(shape, stride, offset)
 
 
+def with_strides(tensor: torch.Tensor, strides: Sequence[Any]) -> torch.Tensor:
+    """The memory of `tensor` with other strides."""
+    with outside_trace():
+        offset = tensor.storage_offset()
+        return tensor.detach().as_strided(tensor.shape, strides, offset)
+
+
 def module_proxy(name: str, module: fx.GraphModule) -> Any:
     """A `get_attr` of sub-graph `module`, registered as `name` in the trace."""
     tracer = _tracer()

@@ -19,6 +19,7 @@ from autoamp.passes.check.compare import is_view
 from autoamp.passes.check.standin import named, where
 from autoamp.passes.functions import laid_out
 from autoamp.passes.see.nodes import tensors_of
+from autoamp.passes.see.strides import called, made_of
 
 
 def check_strides(
@@ -57,9 +58,9 @@ def check_strides(
             _results_lie_as_before(node, laid)
             continue
         try:
-            made = _made(node, value, mode)
+            made = made_of(node, value, mode)
             if is_view(node.target):
-                _shows_as_before(node, value, mode)
+                _shows_as_before(node, value)
         except VerificationError:
             raise
         except Exception as error:
@@ -72,27 +73,16 @@ def check_strides(
             laid[node] = made
 
 
-def _made(
-    node: fx.Node, value: Callable[[fx.Node], Any], mode: compat.FakeTensorMode
-) -> Any:
-    """The result of a call for operands with the fake tensors `value`."""
-    with mode, compat.as_traced(), torch.no_grad():
-        args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _shows_as_before(
-    node: fx.Node, value: Callable[[fx.Node], Any], mode: compat.FakeTensorMode
-) -> None:
+def _shows_as_before(node: fx.Node, value: Callable[[fx.Node], Any]) -> None:
     """Raises where a call that was a view makes a copy now, or the other way round.
 
     `reshape` does so, and a later write to the operand would be seen or missed.
     """
     shows = [
-        _shared(_made(node, operands.__getitem__, mode), operands)
+        _shared(called(node, operands.__getitem__), operands)
         for operands in (
-            {n: _fake(n.meta.get("val"), mode) for n in node.all_input_nodes},
-            {n: value(n) for n in node.all_input_nodes},
+            {n: _on_meta(n.meta.get("val")) for n in node.all_input_nodes},
+            {n: _on_meta(value(n)) for n in node.all_input_nodes},
         )
     ]
     if shows[0] != shows[1]:
@@ -120,6 +110,10 @@ def _results_lie_as_before(output: fx.Node, laid: dict[fx.Node, Any]) -> None:
                 f"where the model's has {_strides(node.meta['val'])}",
                 nodes=named(node),
             )
+
+
+def _on_meta(value: Any) -> Any:
+    return compat.like(value, device="meta")
 
 
 def _fake(value: Any, mode: compat.FakeTensorMode) -> Any:

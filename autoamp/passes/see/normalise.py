@@ -33,6 +33,7 @@ from autoamp.passes.see.meshes import (
 from autoamp.passes.see.op_cache import OpCache, op_cache_for
 from autoamp.passes.see.parts import parts_on
 from autoamp.passes.see.regions import Region, Regions
+from autoamp.passes.see.strides import record_strides
 
 _PACKAGE = str(Path(__file__).parents[2])
 
@@ -131,9 +132,7 @@ def _trace(
     """
     gm = fold_transforms(gm)
     named = {**dict(gm.named_parameters()), **dict(gm.named_buffers())}
-    fake_named = dict(
-        zip(named, compat.fake_inputs([*named.values()], mode), strict=True)
-    )
+    held = compat.fake_inputs([*named.values()], mode)
 
     def lower(
         body: fx.GraphModule, inputs: Sequence[Any], regions: Regions
@@ -153,7 +152,7 @@ def _trace(
 
     try:
         # A trace tells tensors apart by identity: tied weights would become one input.
-        inputs = _told_apart([*fake_named.values(), *fakes])
+        inputs = _told_apart([*held, *fakes])
         given = inputs if op_cache is None else []
         call = run if op_cache is None else lambda: run(*compat.recorded_inputs(inputs))
         traced = compat.trace_pre_dispatch(call, given, mode, parts_on(device))
@@ -177,6 +176,7 @@ def _trace(
         if _refuses_backward(node, mode):
             _detach_operands(traced.graph, node)
     drop_dead(traced.graph)
+    record_strides(traced)
     traced.recompile()
     return traced
 
