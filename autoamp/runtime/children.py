@@ -26,9 +26,11 @@ from autoamp import compat
 from autoamp.messages import class_name
 from autoamp.runtime.conversion import (
     CONVERSIONS,
+    REPLACED,
     Conversion,
     conversion_of,
     install,
+    uninstall,
 )
 from autoamp.runtime.eligible import parameters_of
 from autoamp.runtime.program import STATE, THREAD, inside_a_call, inside_captured_code
@@ -225,28 +227,41 @@ class _Watch:
         """Has the modules in a copy of the model watched as well."""
         watch(copied)
 
+    def again(self, module: nn.Module) -> None:
+        """Hears once more of the calls of a module whose `forward` was ours."""
+        compat.watch_calls([id(module)], id(module), self)
+
     def __call__(self, module: nn.Module, is_off: bool) -> None:
         """Captures `module`, which is about to be called, if its call is a whole.
+
+        A part is captured anew after another `forward` has taken the place of ours; of
+        the model itself it is said that the call runs past us.
 
         Args:
             is_off: whether Dynamo is switched off there.
         """
         state = self._state()
-        root = None if state is None else state.model
-        if state is None or root is None or state.call is None:
+        if state is None or state.call is None:
             return
+        record, root = state.call.engine.record, state.model
         if THREAD.off:
-            state.call.engine.record.scaling.ledger.note_called()
+            record.scaling.ledger.note_called()
+            return
+        if root is None:
+            record.note(REPLACED)
             return
         # A region that a backward recomputes must run as in the forward.
         if inside_captured_code(is_off=is_off) or compat.inside_backward():
             return
-        if state.call.engine.record.scaling.automatic and not inside_a_call():
+        if record.scaling.automatic and not inside_a_call():
             return  # the automatic mode sees this call itself
         if compat.hides_calls() or compat.inside_jit_trace():
             return
         if is_aside(module) or _is_called_in_another(module, root):
             return
+        of_part = module.__dict__.get(STATE)
+        if isinstance(of_part, Conversion) and of_part.root and not of_part.bound:
+            uninstall(module)
         choice = choose(module)
         if choice.target is not None:
             capture_part(choice.target, root)

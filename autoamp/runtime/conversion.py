@@ -35,8 +35,8 @@ SHOWN = "extra_repr"
 OUR_ATTRIBUTES = (STATE, REPLICATE, PICKLE, REDUCE, COPY, SCRIPT)
 """The names we set in the `__dict__` of a model, besides `forward` and `extra_repr`."""
 
-_REPLACED = (
-    "its forward was replaced or deleted after it was converted, so that calls run in "
+REPLACED = (
+    "its forward was replaced or deleted after it was converted, and calls run in "
     "fp32; call autoamp.convert(model) again to convert the new forward"
 )
 
@@ -87,16 +87,21 @@ class Conversion:
         """Notes our `forward` by a weak reference, since only the model may hold it.
 
         An assignment `model.forward = other` takes the model's calls away from us, and
-        the only sign of the assignment is that our `forward` is freed.
+        the only sign of the assignment is that our `forward` is freed.  Whether a call
+        comes past us then, the watch hears: a mock may stand there for a moment.
         """
         this, model = weakref.ref(self), weakref.ref(bound.__self__)
 
         def gone(_: weakref.ref[types.MethodType]) -> None:
-            conversion = this()
-            if model() is None:  # it is freed, with all that it holds
+            conversion, owner = this(), model()
+            if owner is None:  # it is freed, with all that it holds
                 return
             if conversion is not None and conversion.engine is not None:
-                conversion.engine.record.note(_REPLACED)
+                root = conversion.root
+                top = conversion if root is None else root.__dict__.get(STATE)
+                watch = getattr(top, "watch", None)
+                if watch is not None:
+                    watch.again(owner)
 
         self._bound = weakref.ref(bound, gone)
 

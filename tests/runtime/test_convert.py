@@ -164,6 +164,37 @@ def test_a_forward_that_is_wrapped_or_put_back_is_not_told(x: Tensor, caplog) ->
     assert warned(caplog) == []
 
 
+@pytest.mark.parametrize("own_call", [True, False])
+def test_a_mock_that_stood_on_a_part_is_not_told(
+    own_call: bool, x: Tensor, caplog
+) -> None:
+    """The part is captured while the mock stands there, and again afterwards."""
+    model = outer(mlp())
+    exact, own = model(x), model.inner(x)
+    converted(model)(x)
+    plain = model.inner.forward
+    with unittest.mock.patch.object(model.inner, "forward", lambda x: 2 * plain(x)):
+        model.inner(x) if own_call else model(x)
+    assert is_rounded(model(x), exact)
+    assert is_rounded(model.inner(x), own)
+    assert warned(caplog) == []
+    assert not autoamp.report(model).skipped
+
+
+def test_a_forward_that_is_taken_away_is_not_told_before_a_call(
+    x: Tensor, caplog
+) -> None:
+    model = mlp()
+    plain = model.forward
+    converted(model)(x)
+    model.forward = plain
+    gc.collect()
+    assert warned(caplog) == []
+    model[0](x)
+    (line,) = warned(caplog)
+    assert "forward was replaced" in line
+
+
 def test_a_part_then_its_parent(x: Tensor) -> None:
     model = outer(mlp())
     exact = model(x)
