@@ -271,12 +271,15 @@ def announce(record: Record) -> None:
 
 
 def _left_out(record: Record) -> str:
-    """Names the first function that Dynamo leaves to Python, of which no op counts."""
+    """Names the first function that Dynamo leaves to Python.
+
+    It may have no op of its own: a wrapper whose modules are captured by themselves.
+    """
     left = record.functions_left
     if not left:
         return ""
     more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-    return f"; not captured, and in fp32: {left[0]}{more}"
+    return f"; left to Python, operations written there in fp32: {left[0]}{more}"
 
 
 def tell_progress(record: Record, seconds: float) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -316,4 +317,27 @@ def test_flops_that_nobody_counts_are_not_said_to_be_low(caplog) -> None:
     report = autoamp.report(model)
     says(" ".join(str(report).split()), "1 part was not")
     assert json.loads(report.to_json())["coverage"]["parts_not_captured"] == 1
-    says(said(caplog), "not captured", op="neighbours", line="test_said.py")
+    says(said(caplog), "left to Python", "fp32", op="neighbours", line="test_said.py")
+
+
+def test_a_wrapper_that_is_left_to_python_is_not_said_to_be_in_fp32(caplog) -> None:
+    """All of what it calls runs low, so that only what is written in it could be."""
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        @contextlib.contextmanager
+        def region(self) -> Iterator[None]:
+            torch._dynamo.graph_break()
+            yield
+
+        def forward(self, x: Tensor) -> Tensor:
+            with self.region():
+                return self.inner(x)
+
+    model = autoamp.convert(Wrapper(), **BF16)
+    model(torch.randn(2, 8))
+    assert autoamp.report(model).coverage.share_of_flops == 1
+    says(said(caplog), "left to Python", "written there", line="test_said.py")
