@@ -88,7 +88,7 @@ def convert(
     deny: Sequence[str] = (),
     infer: Sequence[str] = (),
     clear: Sequence[str] = (),
-    rules: Rules | str | None = None,
+    rules: Rules | str | os.PathLike[str] | None = None,
     loss_scale: LossScaleName | float | LossScale = "auto",
     masters: Masters = "auto",
     placement: Placement = "optimal",

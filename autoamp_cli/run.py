@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -78,18 +79,14 @@ def run(
 
     for name in LISTS:
         given[name] = ",".join(given[name] or ())
-    for name in CATEGORIES:
-        given[f"{name}list_add"] = given.pop(name)
-    changed = {
-        f"AUTOAMP_{name.upper()}": value for name, value in given.items() if value
-    }
+    changed = {_variable(name): value for name, value in given.items() if value}
     switches = {"STRICT": (strict, "1"), "DO_NO_HARM": (convert_anyway, "0")}
     changed |= {f"AUTOAMP_{name}": to for name, (on, to) in switches.items() if on}
     environ = {**os.environ, **_LAUNCHED, **changed}
     try:
         environment.read(environ)
     except AutoampError as error:
-        raise Problem(str(error)) from None
+        raise Problem(_by_options(str(error), given)) from None
     # Of a checkout that is merely found (PYTHONPATH) torch would start nothing.
     if not entry_points(group="torch.backends", name="autoamp"):
         raise Problem(
@@ -102,3 +99,17 @@ def run(
     if os.name == "nt":  # exec on Windows returns before SCRIPT ends
         sys.exit(subprocess.call(command, env=environ))
     os.execve(sys.executable, command, environ)
+
+
+def _variable(option: str) -> str:
+    """The variable that stands for an option."""
+    return f"AUTOAMP_{option.upper()}{'LIST_ADD' if option in CATEGORIES else ''}"
+
+
+def _by_options(problem: str, given: dict[str, Any]) -> str:
+    """The text of a problem with options in place of the variables that they set."""
+    for name, value in given.items():
+        if value:
+            flag = f"--{name.replace('_', '-')}"
+            problem = re.sub(rf"\b{_variable(name)}\b", flag, problem)
+    return problem

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypedDict, get_args
@@ -13,7 +14,7 @@ import torch
 from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES, Precision, parse_low_dtype, short_name
 from autoamp.errors import OptionError, RulesError
-from autoamp.messages import advice
+from autoamp.messages import advice, class_name, printable_line
 from autoamp.passes.kernels.table import KERNEL_NAMES
 from autoamp.passes.rules import Category, Rules
 from autoamp.passes.rules.model import COMPLETE, TENSORFLOW
@@ -33,7 +34,7 @@ class RewriteOptions(TypedDict, total=False):
     """The options that `autoamp.rewrite` takes; see `autoamp.convert`."""
 
     precision: Precision | torch.dtype
-    rules: Rules | str | None
+    rules: Rules | str | os.PathLike[str] | None
     allow: Sequence[str]
     deny: Sequence[str]
     infer: Sequence[str]
@@ -69,7 +70,7 @@ class PassOptions:
     """
 
     precision: Precision | torch.dtype = "auto"
-    rules: Rules | str | None = None
+    rules: Rules | str | os.PathLike[str] | None = None
     allow: Sequence[str] = ()
     deny: Sequence[str] = ()
     infer: Sequence[str] = ()
@@ -92,6 +93,7 @@ class PassOptions:
         for name in ("allow", "deny", "infer", "clear", "keep"):
             # The dataclass is frozen, and compares and hashes these fields: tuples.
             object.__setattr__(self, name, _strings(name, getattr(self, name)))
+        object.__setattr__(self, "rules", _source(self.rules))
         if self.precision != "auto" and parse_low_dtype(self.precision) is None:
             raise OptionError(
                 f"precision={self.precision!r} is not a low precision: give "
@@ -221,7 +223,7 @@ class PassOptions:
         if isinstance(self.rules, Rules):
             rules = self.rules
         elif self.rules is not None:
-            name = self.rules
+            name = os.fspath(self.rules)
             if name in TENSORFLOW.values():  # TensorFlow has lists for each dtype
                 name = TENSORFLOW[short_name(low)]
             laid = Rules.load(name)
@@ -259,6 +261,18 @@ def _check_whole(rules: Rules, builtin: Rules, name: str) -> None:
         "or other op that the built-in rules allow, so that nothing would run in low "
         "precision. To change the built-in rules, give the path of the file "
         '(rules="mine.toml"), or Rules.default("bf16").merge(rules)'
+    )
+
+
+def _source(rules: Any) -> Rules | str | None:
+    """The value of `rules=`, with a text in place of a path object."""
+    given = os.fspath(rules) if isinstance(rules, os.PathLike) else rules
+    if given is None or isinstance(given, Rules | str):
+        return given
+    raise OptionError(
+        f"rules={printable_line(repr(rules), 300)} is a {class_name(rules)}: give the "
+        f"path of a rules file, a complete set ({', '.join(COMPLETE)}) or an "
+        "autoamp.Rules object"
     )
 
 

@@ -71,6 +71,11 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"allow": ["exp"], "deny": ["exp"]}, ("exp", "allow=", "deny=")),
     ({"rules": "/nowhere/my.toml"}, ("/nowhere/my.toml",)),
     ({"rules": "fp61"}, ("fp61", "built-in")),
+    ({"rules": Path("/nowhere/my.toml")}, ("/nowhere/my.toml",)),
+    *(
+        ({"rules": wrong}, (f"rules={wrong!r}", "path", "torch-cuda", "Rules"))
+        for wrong in ({}, [], 3, b"my.toml", True)
+    ),
     ({"optimizer": "adam"}, ("optimizer=", "torch.optim")),
     ({"optimizer": [1]}, ("optimizer=", "torch.optim")),
     # What is given in the place of the optimizer.
