@@ -230,7 +230,7 @@ def _started(heat: Heat, *stand_ins: Any, hook: Any) -> Any:
 
 
 def _say_cold(heat: Heat, process: int) -> None:
-    """Says, at exit, that no module of the program has become hot.
+    """Says, at exit, which model stayed as it was: none was hot, or it has trained.
 
     Args:
         process: the process that was armed; a fork of it has the same records.
@@ -238,8 +238,13 @@ def _say_cold(heat: Heat, process: int) -> None:
     from autoamp_heat import SHARE
 
     nearest = heat.nearest
-    if heat.has_met or nearest is None or process != os.getpid():
+    if nearest is None or process != os.getpid():
         return
+    module = nearest.module()
+    if heat.has_met and not nearest.steps:
+        return
+    if module is not None and "_autoamp" in module.__dict__:
+        return  # a part of a captured model, or converted by the script
     _say(
         logging.INFO,
         f"autoamp: {nearest.name} is not hot, and ran as it is. Its calls "
@@ -251,12 +256,21 @@ def _say_cold(heat: Heat, process: int) -> None:
 
 def _say(level: int, text: str) -> None:
     """Logs a line where the program has set up logging, or writes it to stderr."""
+    from autoamp_said import is_left_out, is_shown, to_stderr
+
     # Where stderr is closed, logging itself raises.
     with contextlib.suppress(OSError, ValueError):
-        if logging.getLogger().handlers or level >= logging.WARNING:
-            logging.getLogger("autoamp").log(level, "%s", text)
-        elif sys.stderr is not None and logging.getLogger("autoamp").level <= level:
-            sys.stderr.write(f"{text}\n")
+        logger = logging.getLogger("autoamp")
+        if level >= logging.WARNING:
+            logger.log(level, "%s", text)
+        elif is_left_out(level) or logger.level > level:
+            return
+        elif is_shown(level):
+            # Not `log`: the level of the root, which is WARNING, would hold it back.
+            where = __file__, 0, text, (), None
+            logger.handle(logger.makeRecord(logger.name, level, *where))
+        else:
+            to_stderr(text)
 
 
 def _warn(problem: str) -> None:

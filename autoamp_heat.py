@@ -132,6 +132,7 @@ class Warmth:
         first: the same at the first look.
         steps: whether the weights have changed between two looks.
         waited: how many hot calls have waited for a step to begin.
+        captured: whether the module is captured, in this mode or in another.
     """
 
     module: weakref.ref[nn.Module]
@@ -149,6 +150,7 @@ class Warmth:
     first: tuple[int, ...] | None = None
     steps: bool = False
     waited: int = 0
+    captured: bool = False
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
@@ -220,7 +222,8 @@ class Heat:
         everything: every module is hot at its first call.
         started: the package has been imported.
         has_met: some module has become hot.
-        nearest: the module that trained, or has come nearest to a capture.
+        nearest: of those that stay as they are, the module that trained, or has come
+            nearest to a capture.
     """
 
     def __init__(self, *, everything: bool = False) -> None:
@@ -248,8 +251,7 @@ class Heat:
             # Before any module is hot, only the script itself has converted one.
             by_script = not self.has_met and "_autoamp" in module.__dict__
             if has_weights and (by_script or _is_hot_at_once(module)):
-                self.has_met = True
-                return HOT
+                return self._captures(module)
             known = self._meet(module, key, has_weights)
         if not known.has_weights:
             return original(module, *args, **kwargs)
@@ -257,9 +259,18 @@ class Heat:
             known.left = max(known.left - 1, 0)
             return opaque(original, module, args, kwargs)
         if known.is_hot and (not known.trained or known.begins_a_step(module)):
-            self.has_met = True
-            return HOT
+            return self._captures(module)
         return self.counted(known, original, module, args, kwargs)
+
+    def _captures(self, module: nn.Module) -> Any:
+        """`HOT`, for a module that is none of those that stay as they are."""
+        self.has_met = True
+        for each in self._known.values():
+            each.captured |= each.module() is module
+        if self.nearest is not None and self.nearest.captured:
+            cold = [w for w in self._known.values() if w.calls and not w.captured]
+            self.nearest = max(cold, key=lambda w: w.rank, default=None)
+        return HOT
 
     def _meet(
         self, module: nn.Module, key: tuple[int, bool, bool], has_weights: bool
@@ -270,6 +281,8 @@ class Heat:
 
         ref, name = weakref.ref(module, gone), type(module).__name__
         met = self._known[key] = Warmth(ref, name, key[1], key[2], has_weights)
+        same = (w for w in self._known.values() if w.module() is module)
+        met.captured = any(w.captured for w in same)
         return met
 
     def counted(
@@ -290,6 +303,8 @@ class Heat:
         if torch.is_grad_enabled():  # else a mean of weights, as of a teacher, moves
             known.first = known.first or now
             known.steps |= now != known.first
+        if known.captured:
+            return result
         if self.nearest is None or known.rank >= self.nearest.rank:
             self.nearest = known
         return result

@@ -22,6 +22,8 @@ from rich.table import Table
 from rich.text import Text
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autoamp_said import is_left_out, was_said
+
 # -- names that are safe to show -------------------------------------------------------
 
 
@@ -99,9 +101,10 @@ def log_once(
         _said.setdefault(of, set()).add(text)
     count = _logged[text] = _logged.get(text, 0) + (not again)
     rare = count > _EACH and count & (count - 1)
+    elsewhere = level < logging.WARNING and (is_left_out(level) or was_said(text))
     if of is not None and count > 1:
         text = f"{text} (the same holds for {count} models so far)"
-    logger.log(logging.DEBUG if again or rare else level, "%s", text)
+    logger.log(logging.DEBUG if again or rare or elsewhere else level, "%s", text)
 
 
 def log_left_to_autocast(logger: logging.Logger, label: str, *, of: object) -> None:

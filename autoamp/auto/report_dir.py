@@ -19,11 +19,11 @@ import threading
 import weakref
 from pathlib import Path
 
-from autoamp import compat
 from autoamp.files import write_whole
 from autoamp.report.reporting import report_of
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.record import Record
+from autoamp_said import own_rank
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class Recorder:
             # Names of classes may hold anything.
             name = re.sub(r"[^A-Za-z0-9_]", "_", record.label)[:60]
             host = re.sub(r"[^A-Za-z0-9_]", "_", socket.gethostname())[:40]
-            rank = compat.own_rank()
+            rank = own_rank()
             ranked = name if rank is None else f"{name}-rank{rank}"
             folder = _new_folder(self.root, f"{ranked}-{host}-{self._pid}")
             self._folders[record] = folder

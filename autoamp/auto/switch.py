@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -35,42 +34,25 @@ from autoamp.training.ledger import BACKWARDS
 from autoamp.training.options import ConvertOptions, Options
 from autoamp.training.saved_masters import KEY as MASTERS_KEY
 from autoamp_heat import INSIDE, Heat, passed_on
+from autoamp_said import Fallback
 
 logger = logging.getLogger(__name__)
 
 _PACKAGE = logging.getLogger("autoamp")
 
 
-class _Fallback(logging.Handler):
-    """Writes to stderr unless the script has handlers of its own at the root.
-
-    A script that was never changed does not know our logger.  A script that sets up its
-    own logging gets every line there, once.  Rank 0 writes all messages; other ranks
-    write only warnings, with the number of the rank.
-    """
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if logging.getLogger().handlers or sys.stderr is None:
-            return
-        rank = compat.own_rank()
-        if rank and record.levelno < logging.WARNING:
-            return
-        where = f"rank {rank}: " if rank else ""
-        # stderr may be closed, or be a broken pipe: no call of a model may fail because
-        # of a message.
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(f"{where}{self.format(record)}\n")
-            sys.stderr.flush()
-
-
 _handler: list[logging.Handler] = []
 
 
 def speak_up() -> None:
-    """Shows messages of level INFO, unless the script has set another level."""
+    """Shows messages of level INFO, unless the script has set another level.
+
+    A script that was never changed does not know our logger.  One that sets up its own
+    logging gets every line that its handlers take there, once.
+    """
     if _handler:
         return
-    _handler.append(_Fallback())
+    _handler.append(Fallback())
     _PACKAGE.addHandler(_handler[0])
     if _PACKAGE.level == logging.NOTSET:
         _PACKAGE.setLevel(logging.INFO)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,17 +17,6 @@ from autoamp.compat.tensors import (
     parameters_here,
     version_kept,
 )
-
-
-def own_rank() -> int | None:
-    """The number of this process among several; None where it is the only one.
-
-    torchrun tells it before the script has made a process group.
-    """
-    if are_several():
-        return torch.distributed.get_rank()
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    return int(os.environ.get("RANK", "0")) if several else None
 
 
 def has_ranks() -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -337,6 +339,80 @@ def test_the_line_at_exit_names_the_model_that_trained(
     (line,) = capfd.readouterr().err.splitlines()
     says(line, "Trained is not hot", f"{nearest.spent:.2g} s")
     assert "fp32" not in line, "a half model runs in its own dtype"
+
+
+class Seen(logging.Handler):
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def seen(monkeypatch, capfd, level: int | None, speak: Callable[[], None]) -> list[str]:
+    """The lines a script sees whose root has a handler of a level, or has none."""
+    handler = Seen(logging.NOTSET if level is None else level)
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [] if level is None else [handler])
+    monkeypatch.setattr(root, "level", level or logging.WARNING)
+    speak()
+    return handler.lines + capfd.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize("by", ["handler", "logger"])
+@pytest.mark.parametrize("level", [None, "INFO", "WARNING", "CRITICAL"])
+def test_the_line_at_exit_is_seen_once_whatever_is_logged(
+    level: str | None, by: str, monkeypatch, capfd
+) -> None:
+    worth(monkeypatch, capture=1.0)
+    heat, number = Heat(), None if level is None else getattr(logging, level)
+    looked_at(heat, Mean(4, 4), 3)
+    speak = functools.partial(autoamp_autoload._say_cold, heat, os.getpid())
+    shown = logging.NOTSET if by == "logger" and level else number
+    monkeypatch.setattr(logging.getLogger("autoamp"), "level", logging.NOTSET)
+    (line,) = seen(monkeypatch, capfd, shown, speak)
+    says(line, "Mean is not hot")
+
+
+def test_a_captured_model_hides_none_that_trains(monkeypatch, capfd) -> None:
+    worth(monkeypatch, capture=1.0)
+    heat, teacher, student = Heat(), Mean(4, 4).eval(), Trained(4, 4)
+    steps(heat, student, 5)
+    worth(monkeypatch, capture=1e-5)
+    teacher.requires_grad_(False)
+    assert hot_at(heat, teacher, torch.ones(3, 4), 999)
+    speak = functools.partial(autoamp_autoload._say_cold, heat, os.getpid())
+    (line,) = seen(monkeypatch, capfd, None, speak)
+    says(line, "Trained is not hot")
+
+
+def test_a_captured_model_that_is_evaluated_is_not_called_cold(
+    monkeypatch, capfd
+) -> None:
+    worth(monkeypatch, capture=1.0)
+    heat, model = Heat(), Trained(4, 4)
+    looked_at(heat, Mean(4, 4), 3)
+    steps(heat, model, 3)
+    worth(monkeypatch, capture=1e-5)
+    assert hot_at(heat, model, torch.ones(3, 4), 999)
+    worth(monkeypatch, capture=1.0)
+    looked_at(heat, model.eval(), 3)
+    speak = functools.partial(autoamp_autoload._say_cold, heat, os.getpid())
+    assert not seen(monkeypatch, capfd, None, speak)
+
+
+@pytest.mark.parametrize("identity", [(), (1,), (2,), (1, 2)])
+def test_the_first_of_several_workers_says_a_line(
+    identity: tuple[int, ...], monkeypatch, capfd
+) -> None:
+    worth(monkeypatch, capture=1.0)
+    heat = Heat()
+    looked_at(heat, Mean(4, 4), 3)
+    process = multiprocessing.current_process()
+    monkeypatch.setattr(process, "_identity", identity)
+    speak = functools.partial(autoamp_autoload._say_cold, heat, os.getpid())
+    assert len(seen(monkeypatch, capfd, None, speak)) == (2 not in identity)
 
 
 def test_nothing_is_said_where_no_call_has_ended(capfd) -> None:

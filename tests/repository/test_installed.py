@@ -13,7 +13,13 @@ import pytest
 
 from tests.repository.test_packaging import PROJECT, REPO, run
 
-SHIPPED = ["autoamp", "autoamp_cli", "autoamp_autoload.py", "autoamp_heat.py"]
+SHIPPED = [
+    "autoamp",
+    "autoamp_cli",
+    "autoamp_autoload.py",
+    "autoamp_heat.py",
+    "autoamp_said.py",
+]
 GUARDED = {
     "onnx": ("onnx", "tools/export_targets.py"),
 }

@@ -23,11 +23,12 @@ BESIDE = (
     REPO / "autoamp_autoload.py",
     REPO / "autoamp_cli",
     REPO / "autoamp_heat.py",
+    REPO / "autoamp_said.py",
 )
 """Modules and packages of the project that are not in the package `autoamp`."""
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"autoamp_heat"}),
+    frozenset({"autoamp_heat", "autoamp_said"}),
     frozenset({"messages"}),
     frozenset({"printed"}),
     frozenset({"errors", "dtypes", "removed"}),

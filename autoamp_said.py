@@ -1,0 +1,95 @@
+"""Which process of a program says a line, and whether the script's logging shows it.
+
+This module stands beside the package `autoamp` and imports nothing but Python: a
+program in which no model is captured says one line, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import sys
+from typing import Any
+
+PACKAGE = "autoamp"
+_SAID = "autoamp said"
+
+
+class Fallback(logging.Handler):
+    """Writes what no handler of the script's own shows to stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a line, if it is this process that says it."""
+        if not (is_shown(record.levelno) or is_left_out(record.levelno)):
+            to_stderr(self.format(record))
+
+
+def to_stderr(text: str) -> None:
+    """Writes a line, which never fails: stderr may be closed, or a broken pipe."""
+    rank = own_rank()
+    where = f"rank {rank}: " if rank else ""
+    try:
+        if sys.stderr is not None:
+            sys.stderr.write(f"{where}{text}\n")
+            sys.stderr.flush()
+    except (OSError, ValueError):
+        pass
+
+
+def is_shown(level: int) -> bool:
+    """Whether a handler of the script's own shows the package's lines of a level."""
+    logger: logging.Logger | None = logging.getLogger(PACKAGE)
+    while logger is not None:
+        for each in logger.handlers:
+            ours = isinstance(each, Fallback | logging.NullHandler)
+            if not ours and each.level <= level:
+                return True
+        logger = logger.parent if logger.propagate else None
+    return False
+
+
+def is_left_out(level: int) -> bool:
+    """Whether another process of the program says the lines of a level.
+
+    Rank 0 does, or of a process and those that it has started with `multiprocessing`
+    the process itself and the first of them.  Every process says its own warnings.
+    """
+    if level >= logging.WARNING:
+        return False
+    rank = own_rank()
+    if rank is not None:
+        return rank > 0
+    return any(number > 1 for number in _numbers())
+
+
+def was_said(text: str) -> bool:
+    """Whether a process said `text` before it started this one; notes that it is said.
+
+    A process is given a copy of the table with which its parent was configured.
+    """
+    config = getattr(multiprocessing.current_process(), "_config", None)
+    if not isinstance(config, dict):
+        return False
+    said = config.get(_SAID, frozenset())
+    config[_SAID] = said | {(os.getpid(), text)}
+    return any(by != os.getpid() and each == text for by, each in said)
+
+
+def _numbers() -> tuple[int, ...]:
+    """The number of this process among its parent's, after the parent's own numbers."""
+    found = getattr(multiprocessing.current_process(), "_identity", ())
+    return tuple(found)
+
+
+def own_rank() -> int | None:
+    """The number of this process among several ranks; None where it is the only one.
+
+    torchrun tells it before the script has made a process group.
+    """
+    ranks: Any = sys.modules.get("torch.distributed")
+    is_group = ranks and ranks.is_available() and ranks.is_initialized()
+    if is_group and ranks.get_world_size() > 1:
+        return int(ranks.get_rank())
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return int(os.environ.get("RANK", "0")) if several else None
