@@ -115,9 +115,9 @@ def test_calls_run_as_they_are_written(
     first = 1 if name == "a graph break" else 0
     for ours, theirs in zip(found[first:], wanted[first:], strict=True):
         assert all(map(torch.equal, ours, theirs))
-    said = [r.getMessage() for r in caplog.records if r.levelname != "DEBUG"]
-    assert len(said) == 1
-    says(said[0], type(taken).__name__, "autocast")
+    lines = [r.getMessage() for r in caplog.records if r.levelname != "DEBUG"]
+    (line,) = (each for each in lines if "the first call of" not in each)
+    says(line, type(taken).__name__, "autocast")
     reasons = [why for _, why in autoamp.report(taken).skipped]
     assert any("is entered inside it" in why for why in reasons)
 
