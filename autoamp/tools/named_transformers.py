@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import inspect
 import json
@@ -136,7 +137,39 @@ def _from_text(library: Any, text: str) -> Any:
             f"{_nearest(called, [*library.CONFIG_MAPPING])}; give a type such as gpt2, "
             "or one of its configurations, such as LlamaConfig()"
         )
-    return _made(kind, arguments, text)
+    config = _made(kind, arguments, text)
+    _refuse_unknown(config, arguments, text)
+    return config
+
+
+def _refuse_unknown(
+    config: Any, arguments: dict[str, Any], text: str, within: Any = None
+) -> None:
+    """Refuses names that transformers stores and no configuration has by default.
+
+    The names in a config.json are not asked, because checkpoints hold many of their own
+    that mean nothing to the model.
+
+    Args:
+        within: the same part of the default configuration around `config`.
+
+    Raises:
+        OptionError: there is such a name in a configuration, or in one inside it.
+    """
+    kind, own = type(config), vars(config)
+    known = {*inspect.signature(kind.__init__).parameters, *kind.attribute_map}
+    known |= {*kind.sub_configs}
+    plain = None
+    with contextlib.suppress(Exception):  # some configurations have no defaults
+        plain = kind()
+    known |= own.keys() - arguments.keys() if plain is None else vars(plain).keys()
+    for name, value in arguments.items():
+        there = name in known or hasattr(plain, name) or hasattr(within, name)
+        if name in own and not there:
+            near = _nearest(name, [each for each in known if each[0] != "_"])
+            raise OptionError(f"{text}: {class_name(config)} has no {name}{near}")
+        if isinstance(value, dict) and hasattr(own.get(name), "sub_configs"):
+            _refuse_unknown(own[name], value, text, getattr(plain, name, None))
 
 
 def _nearest(word: str, known: list[str]) -> str:
@@ -180,6 +213,8 @@ def _from_file(library: Any, path: str) -> Any:
         raise OptionError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise OptionError(f"{path} is no JSON: {error}") from None
+    except RecursionError:
+        raise OptionError(f"{path} is nested too deeply to be read") from None
     kind = data.get("model_type") if isinstance(data, dict) else None
     if kind not in library.CONFIG_MAPPING:
         raise OptionError(

@@ -50,6 +50,9 @@ def test_a_config_file_and_a_type_of_model(tmp_path: Path) -> None:
         ("transformers:GPT2Config(", "write a name"),
         ("transformers:GPT2Config(n_embd=7, n_head=2)", "cannot be made"),
         ("transformers:Wav2Vec2Config()", "MODULE:FACTORY"),
+        ("transformers:LlamaConfig(num_hidden_layer=2)", "num_hidden_layers?"),
+        ("transformers:gpt2(n_layers=2)", "GPT2Config has no n_layers"),
+        ("transformers:LlavaConfig(text_config={'hiden_size': 64})", "hidden_size?"),
         ("absent/config.json", "cannot be read"),
     ],
 )
@@ -57,6 +60,14 @@ def test_a_wrong_name_is_told(name: str, problem: str) -> None:
     with pytest.raises(OptionError) as raised:
         named_model(name)
     says(raised, problem)
+
+
+def test_a_config_file_that_is_nested_deeply_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(OptionError) as raised:
+        named_model(str(path))
+    says(raised, path, "deep")
 
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
