@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import functools
 import logging
+import multiprocessing
 import os
 import sys
 import threading
@@ -46,10 +47,12 @@ def autoload() -> None:
     """Arms the automatic mode, or does nothing; whatever happens, torch is imported."""
     given = os.environ.get(VARIABLE, "")
     value = given.strip().lower()
-    if not value or value in OFF:
+    if value in OFF:
         return
     try:
-        if value in ON:
+        if not value:
+            _say_without_effect()
+        elif value in ON:
             _arm()
         else:
             _warn(
@@ -58,6 +61,22 @@ def autoload() -> None:
             )
     except Exception as error:  # noqa: BLE001 (`import torch` must not break)
         _warn(f"{type(error).__name__}: {error}")
+
+
+def _say_without_effect() -> None:
+    """Says which variables are set for a mode that no variable turns on.
+
+    The first process of a program says it, and none of its workers.
+    """
+    read = ("AUTOAMP_CACHE_DIR", "AUTOAMP_CALIBRATE")  # `autoamp.convert` reads these
+    names = sorted(name for name in _given() if name not in read)
+    if names and multiprocessing.parent_process() is None:
+        shown = ", ".join(repr(name[:80])[1:-1] for name in names[:5])
+        _say(
+            logging.WARNING,
+            f"autoamp: the automatic mode is off in spite of {shown}: {VARIABLE}=1 "
+            f"turns the mode on, and {VARIABLE}=0 silences this line",
+        )
 
 
 def disarm() -> None:
@@ -211,12 +230,13 @@ class _Steps:
 
 def _asks_for_a_look() -> bool:
     """Whether a variable has a value that the package must look at first."""
-    given = ((k, v.strip().lower()) for k, v in os.environ.items() if v.strip())
-    return any(
-        value not in _NEED_NO_LOOK.get(name, ())
-        for name, value in given
-        if name.startswith("AUTOAMP_")
-    )
+    return any(v not in _NEED_NO_LOOK.get(name, ()) for name, v in _given().items())
+
+
+def _given() -> dict[str, str]:
+    """The variables with our prefix that have a value, each with the value."""
+    given = {name: value.strip().lower() for name, value in os.environ.items()}
+    return {n: v for n, v in given.items() if v and f"{n}_".startswith("AUTOAMP_")}
 
 
 def _started(heat: Heat, *stand_ins: Any, hook: Any) -> Any:

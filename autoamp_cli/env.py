@@ -61,7 +61,7 @@ def _variables() -> list[str]:
     from autoamp.errors import AutoampError
     from autoamp.messages import printable_line
 
-    given = sorted(k for k in os.environ if k.startswith("AUTOAMP_"))
+    given = sorted(k for k in os.environ if f"{k}_".startswith("AUTOAMP_"))
     lines = [f"{printable_line(name)}={os.environ[name]!r}" for name in given]
     try:
         environment.read(os.environ)

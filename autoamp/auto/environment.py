@@ -124,7 +124,7 @@ def remarks(environ: Mapping[str, str]) -> list[str]:
     for name in sorted(environ):
         if name in REMOVED:
             found.append(f"{name} was removed: {REMOVED[name]}")
-        elif name.startswith(_PREFIX) and name not in known:
+        elif f"{name}_".startswith(_PREFIX) and name not in known:
             shown = printable_line(name, _SHOWN)
             found.append(f"{shown} is no variable of autoamp; {_hint(shown, known)}")
     return found
@@ -137,7 +137,7 @@ def _hint(name: str, known: list[str]) -> str:
             "docs/automatic-mode.md lists what to write for each of TensorFlow's "
             "levels, such as AUTOAMP_PLACEMENT=forced for TENSOR_CORES_ONLY"
         )
-    meant = name.upper()
+    meant = ENABLE if f"{name}_" == _PREFIX else name.upper()
     for old, new in _OLD_LISTS.items():
         meant = meant.replace(f"{old}LIST", f"{new}LIST")
     close = difflib.get_close_matches(meant, known, 1) or known

@@ -5,6 +5,7 @@ from __future__ import annotations
 import code
 import io
 import logging
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -91,6 +92,28 @@ def test_off(value: str | None, monkeypatch, caplog) -> None:
     autoamp_autoload.autoload()
     assert global_state() == before
     assert warned(caplog) == []
+
+
+@pytest.mark.parametrize("name", ["AUTOAMP", "AUTOAMP_ENABLED", "AUTOAMP_PRECISION"])
+def test_a_variable_that_turns_nothing_on_is_told_once_a_program(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("AUTOAMP_CALIBRATE", "0")  # `autoamp.convert` reads it
+    before = global_state()
+    autoamp_autoload.autoload()
+    assert warned(caplog) == []
+    monkeypatch.setenv(name, "1")
+    autoamp_autoload.autoload()
+    (told,) = warned(caplog)
+    says(told, f" {name}:", option="AUTOAMP_ENABLE=1")
+    assert global_state() == before
+    # A worker of the program, and a user who has switched the mode off.
+    with monkeypatch.context() as worker:
+        worker.setattr(multiprocessing, "parent_process", object)
+        autoamp_autoload.autoload()
+    monkeypatch.setenv("AUTOAMP_ENABLE", "0")
+    autoamp_autoload.autoload()
+    assert warned(caplog) == [told]
 
 
 IMPORTED = """

@@ -324,6 +324,11 @@ def test_a_variable_that_is_none_of_ours_is_pointed_to_the_one_that_is(
     assert len(sentence) < 1000
 
 
+def test_the_bare_name_is_pointed_to_the_switch() -> None:
+    (sentence,) = environment.remarks({"AUTOAMP": "1", "AUTOAMPLIFIER": "1"})
+    says(sentence, "AUTOAMP ", "AUTOAMP_ENABLE?")
+
+
 def test_a_variable_that_was_removed_says_what_to_use() -> None:
     (sentence,) = environment.remarks({"AUTOAMP_RECORD_DIR": "folder"})
     says(sentence, "AUTOAMP_RECORD_DIR", "removed", "autoamp.find_overflow")
