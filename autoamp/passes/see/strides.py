@@ -33,7 +33,7 @@ def record_strides(gm: fx.GraphModule) -> None:
         if not isinstance(node.target, compat.OpOverload):
             continue
         may_differ = is_view(node.target) and any(
-            1 in t.shape for t in _plain(recorded)
+            1 in map(compat.hint, t.shape) for t in _plain(recorded)
         )
         if not may_differ and laid.keys().isdisjoint(node.all_input_nodes):
             continue
