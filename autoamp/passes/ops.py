@@ -105,13 +105,16 @@ _COMPARED = 40
 
 
 def _alike(namespace: str, word: str) -> list[str]:
-    """The names of a namespace that share the most pairs of letters with `word`."""
+    """The names of a namespace that share the most of their pairs with `word`."""
     if namespace == "aten":
         index = _aten_by_pairs()
     else:
         index = _by_pairs(dir(getattr(torch.ops, namespace, None)))
     shared = Counter(name for pair in _pairs(word) for name in index.get(pair, ()))
-    return [name for name, _ in shared.most_common(_COMPARED)]
+    # Among both words' pairs: else a long name, which has many, comes before `linear`.
+    size = len(word)
+    share = {name: count / (size + len(name)) for name, count in shared.items()}
+    return sorted(share, key=lambda name: -share[name])[:_COMPARED]
 
 
 @functools.cache
