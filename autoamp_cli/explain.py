@@ -73,7 +73,7 @@ def explain(
         written = {json_to: report.to_json, html: report.to_html, dot: report.to_dot}
         texts = {path: make() for path, make in written.items() if path}
         graph, _, node = (why or "").rpartition(":")
-        said = report.why(node, graph=graph or 0) if why else ""
+        said = report.why(node, graph=graph or None) if why else ""
         said += report.full() if full else ""
     for path, content in texts.items():
         write(path, content)

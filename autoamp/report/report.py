@@ -64,19 +64,20 @@ class Report(Document):
         """Why the predicted speed-up is what it is, and what would raise it most."""
         return because_of(self)
 
-    def why(self, node: str | fx.Node, graph: int | str = 0) -> str:
+    def why(self, node: str | fx.Node, graph: int | str | None = None) -> str:
         """Why `node` has its precision, and what the other precision would cost.
 
         Args:
             node: a name as in `graphs[graph].print_readable()` and in `ops`.
-            graph: index of the graph, or "0/body_0" for a body in it.
+            graph: index of the graph, or "0/body_0" for a body in it; by default the
+                first that has the node.
 
         Raises:
             OptionError: the report has no such node or graph; the message lists similar
                 names.
         """
         name = node.name if isinstance(node, fx.Node) else node
-        return printable(why.explain(why.find_section(self.sections, graph), name))
+        return printable(why.answer(self.sections, name, graph))
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The report as JSON, deterministic to the byte.

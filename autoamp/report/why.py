@@ -47,6 +47,36 @@ def find_section(sections: Sequence[Section], graph: int | str) -> Section:
     raise OptionError(f"graph={graph!r}: the report has no such graph; it has: {known}")
 
 
+def answer(sections: Sequence[Section], name: str, graph: int | str | None) -> str:
+    """Why node `name` has its precision, in one graph or body, or in the first with it.
+
+    Args:
+        graph: as for `find_section`; None looks in every graph and body, and prefers
+            those in which the node is a float op.
+
+    Raises:
+        OptionError: there is no such graph, or no such node.
+    """
+    section = find_section(sections, 0 if graph is None else graph)
+    ops = [s for s in sections if any(row.name == name for row in s.ops)]
+    holders = ops or [s for s in sections if _has(s, name)]
+    others = [s.key for s in holders if s is not section]
+    if graph is not None or not holders:
+        if others and not _has(section, name):
+            there = f"why({name!r}, graph={others[0]!r}) finds it"
+            raise OptionError(f"graph {section.key} has no node {name!r}: {there}")
+        return explain(section, name)
+    if len(holders) == 1:
+        return explain(holders[0], name)
+    keys = ", ".join(repr(each.key) for each in holders[1:])
+    return f"{explain(holders[0], name)}\n  namesakes  in the graphs {keys}, found by graph="
+
+
+def _has(section: Section, name: str) -> bool:
+    casts = (cast.name for cast in section.casts)
+    return name in section.rewritten.facts.nodes or name in casts
+
+
 def explain(section: Section, name: str) -> str:
     """Why node `name` has its precision.
 

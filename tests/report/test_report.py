@@ -302,9 +302,10 @@ def test_checkpointed_bodies_are_graphs_of_their_own() -> None:
     outer, body = report.sections
     exp = next(r.name for r in report.ops if "exp" in r.op)
     assert f"of graph {body.key} runs in " in report.why(exp, graph=body.key)
+    assert report.why(exp) == report.why(exp, graph=body.key)
     with pytest.raises(autoamp.OptionError) as raised:
         report.why(exp, graph=0)
-    says(raised, exp)
+    says(raised, exp, option=f"graph={body.key!r}")
     heading = f"    body of graph 0: {body.body} (checkpointed)"
     assert any(line.startswith(heading) for line in report.full().splitlines())
     weights = [c for c in report.casts if c.body == body.body and c.kind == "weight"]

@@ -83,6 +83,40 @@ def test_every_node_has_an_answer(given: dict[str, object]) -> None:
     )
 
 
+class Branches(nn.Module):
+    """The ops of a condition's branches and of a loop are ops of bodies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def up(h: Tensor) -> tuple[Tensor]:
+            return (self.up(h).exp(),)
+
+        def down(h: Tensor) -> tuple[Tensor]:
+            return (self.down(h).softmax(-1),)
+
+        (h,) = torch.cond(x.sum() > 0, up, down, (x,))
+        return checkpoint(lambda h: self.up(h).cumsum(0), h, use_reentrant=False)
+
+
+@pytest.mark.usefixtures("bf16_units")
+def test_every_listed_op_is_found_by_its_name_alone() -> None:
+    report = autoamp.explain(Branches(), torch.randn(4, 16), **BF16)
+    assert len(report.sections) == 4
+    for row in report.ops:
+        told = report.why(row.name)
+        keys = [
+            section.key
+            for section in report.sections
+            if any(row.name == each.name for each in section.ops)
+        ]
+        assert told.startswith(row.name)
+        assert f"of graph {keys[0]} runs in" in told
+        assert all(repr(key) in told for key in keys[1:])
+
+
 class Moves(nn.Module):
     """Moves of fp32 numbers: one is returned, two in a row stand before an fp32 op."""
 
