@@ -69,7 +69,8 @@ def answer(sections: Sequence[Section], name: str, graph: int | str | None) -> s
     if len(holders) == 1:
         return explain(holders[0], name)
     keys = ", ".join(repr(each.key) for each in holders[1:])
-    return f"{explain(holders[0], name)}\n  namesakes  in the graphs {keys}, found by graph="
+    found = explain(holders[0], name)
+    return f"{found}\n  namesakes  in the graphs {keys}, found by graph="
 
 
 def _has(section: Section, name: str) -> bool:

@@ -250,7 +250,8 @@ NEUTRAL = Device(
 )
 # Tensor cores came with compute capability 7.0.
 _CUDA_OLD = Device(
-    "CUDA below 7.0", 500.0, 4000.0, 10_000.0, 10_000.0, False, type="cuda"
+    *("GPU below compute capability 7.0", 500.0, 4000.0, 10_000.0, 10_000.0, False),
+    type="cuda",
 )
 
 
