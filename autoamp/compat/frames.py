@@ -201,7 +201,10 @@ _LOGGERS = [
     for name in (
         "_dynamo.convert_frame",
         "_dynamo.variables.tensor",
+        "_guards",
         "_subclasses.fake_tensor",
+        "fx.experimental.symbolic_shapes",
+        "utils._sympy.interp",
     )
 ]
 
@@ -211,6 +214,12 @@ _PAGES = (
     "failed while attempting to run meta",  # eight pages, of an op on fake tensors
     "fake tensor raised TypeError",  # the model's own code raises the error once more
     "torch._dynamo hit config.",  # a limit on graphs, which we say ourselves
+    # A guard that cannot be made ends the capture, and we say what runs instead.
+    "Error while creating guard",
+    "Created at:",
+    "Failing guard allocated",
+    "failed during evaluate_expr",
+    "failed while executing",
 )
 
 

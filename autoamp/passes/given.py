@@ -193,7 +193,7 @@ def _with_most_free(
             fakes, sizes = compat.free_inputs(values, is_free)
             made = None
             # The last attempt, in which nothing is free, reports what it is.
-            with contextlib.suppress(Exception), compat.oblivious():
+            with contextlib.suppress(Exception), compat.oblivious(), compat.quietly():
                 made = rewrite_graph(flat.gm, fakes, options, low)
             # A call that stays whole gives the sizes of the example.
             if made is not None and not made.before.meta.get(UNTRACED):

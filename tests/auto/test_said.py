@@ -284,6 +284,42 @@ def test_an_error_of_the_users_is_told_once(mode: str, caplog, off_again: None) 
     assert low_products(model) >= 1
 
 
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("torch._guards", "Error while creating guard:\n%s"),
+        ("torch.fx.experimental.symbolic_shapes", "failed during evaluate_expr(%s)"),
+        ("torch.utils._sympy.interp", "failed while executing %s"),
+    ],
+)
+def test_lines_of_torch_on_a_failure_that_we_handle_are_for_who_asks(
+    name: str, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def shown(x: Any) -> Any:
+        if isinstance(x.shape[0], torch.SymInt):  # an attempt with free sizes
+            torchs.warning(line, x.shape)
+            raise ValueError("no free sizes")
+        return x * 2
+
+    def rewritten() -> int:
+        caplog.clear()
+        graph = torch.fx.Graph()
+        x = graph.placeholder("x")
+        graph.output(
+            graph.call_function(shown, (graph.call_function(torch.mm, (x, x)),))
+        )
+        gm = torch.fx.GraphModule({}, graph)
+        autoamp.rewrite(gm, (torch.ones(4, 4),), **BF16)
+        return len([record for record in caplog.records if record.name == name])
+
+    torchs = logging.getLogger(name)
+    filters = [*torchs.filters]
+    assert rewritten() == 0
+    assert torchs.filters == filters
+    with caplog.at_level(logging.INFO, name):  # as TORCH_LOGS sets it
+        assert rewritten() >= 1
+
+
 def test_a_long_first_call_shows_signs_of_life(caplog, monkeypatch) -> None:
     module = "autoamp.runtime.entry.signs_of_life"
     signs = functools.partial(autoamp.messages.signs_of_life, every=0.05)
