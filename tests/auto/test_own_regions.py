@@ -140,8 +140,18 @@ class Elsewhere(Contrastive):
             return super().forward(x, y)
 
 
+class Wide(Contrastive):
+    """Computes its similarity in a region that asks for fp32."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        one, other = self.model(x), self.model(y)
+        with torch.autocast("cpu", torch.float32):
+            similar = one.float() @ other.float().T
+        return functional.cross_entropy(similar, torch.arange(len(one)))
+
+
 @pytest.mark.filterwarnings("ignore:.*[Aa]utocast")
-@pytest.mark.parametrize("kind", [Off, Elsewhere])
+@pytest.mark.parametrize("kind", [Off, Elsewhere, Wide])
 def test_regions_that_choose_nothing_are_no_choice(kind: type[Contrastive]) -> None:
     model = kind(Encoder())
     autoamp.enable(precision="bf16", do_no_harm=False)

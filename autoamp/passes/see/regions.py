@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
+from autoamp.dtypes import HIGH_DTYPE
 from autoamp.errors import CaptureError
 from autoamp.passes.ops import HIDDEN_WRITES, base_name, mutated_arguments
 
@@ -83,10 +84,14 @@ class Regions:
 
 
 def switches_on(gm: fx.GraphModule, devices: Collection[str]) -> bool:
-    """Whether `gm`, or a body in it, enters autocast for one of these device types."""
+    """Whether `gm`, or a body in it, enters autocast for one of these device types.
+
+    A region in fp32 is none: it keeps numbers wide, as one that is switched off does.
+    """
     return any(
         node.target is compat.ENTER_AUTOCAST
         and node.args[0] in devices
+        and node.args[1] is not HIGH_DTYPE
         and (len(node.args) <= _ENABLED or bool(node.args[_ENABLED]))
         for each in gm.modules()
         if isinstance(each, fx.GraphModule)
