@@ -70,11 +70,6 @@ def _line(text: str, indent: int = 2, style: str = "") -> Padding:
     return Padding(Text(text, style), (0, 0, 0, indent))
 
 
-def _cut(text: str) -> Padding:
-    """One line, cut where it does not fit."""
-    return Padding(Text(text, no_wrap=True, overflow="ellipsis"), (0, 0, 0, 2))
-
-
 # -- the summary: four questions and their answers -------------------------------------
 
 
@@ -140,16 +135,21 @@ def _stayed(report: Document) -> Iterator[RenderableType]:
         spent = sum(group.seconds or 0 for group in groups)
         size = f", {seconds_text(spent)} of the {seconds_text(total)}"
     yield _heading(f"What stayed in fp32, and why ({counted(count, 'op')}{size})")
-    for group in groups[:LISTED]:
-        yield _line(_group(group))
-    more = len(groups) - LISTED
+    shown = [_group(group) for group in groups[:LISTED]]
+    yield from map(_line, shown)
+    more, whole = len(groups) - LISTED, [group.reason for group in groups[:LISTED]]
+    cut = not all(map(str.endswith, shown, whole))
     if more > 0:
-        yield _line(f"and {counted(more, 'more reason')}: report.full()")
+        beside = ", and these in full" if cut else ""
+        yield _line(f"and {counted(more, 'more reason')}{beside}: report.full()")
+    elif cut:
+        yield _line("in full: report.full()")
     if left:
         (what, why), parts = left[0], counted(len(left), "part")
         were = "was" if len(left) == 1 else "were"
         where = f"{parts} {were} not captured: {shorten(what)}: "
-        yield _line(where + brief(why, max(LINE - len(where), 24)))
+        said = brief(why, max(LINE - len(where), 24))
+        yield _line(where + said + ("" if said == why else " (report.full())"))
 
 
 def _group(group: Stayed) -> str:
@@ -521,7 +521,7 @@ def _largest_casts(casts: Sequence[CastRow]) -> Iterator[RenderableType]:
         made = ", ".join(dict.fromkeys(op_title(c.producer) for c in groups[key]))
         where = f" at {shorten(source)}" if source else ""
         size = bytes_text(sizes[key])
-        yield _cut(f"• {len(groups[key])} {kind}, {size}: {made}{where}")
+        yield _line(f"• {len(groups[key])} {kind}, {size}: {made}{where}")
 
 
 def _weights(rows: Sequence[WeightRow]) -> Iterator[RenderableType]:
@@ -535,6 +535,6 @@ def _weights(rows: Sequence[WeightRow]) -> Iterator[RenderableType]:
         said = f"{held.lost:,} of {held.count:,} numbers become 0"
         if held.too_large or not math.isfinite(held.largest):
             said = f"the largest magnitude is {held.largest:.3g}"
-        yield _cut(f"• {row.name}: {said}")
+        yield _line(f"• {row.name}: {said}")
     if len(bad) > LISTED:
-        yield _cut(f"  and {counted(len(bad) - LISTED, 'more weight')}")
+        yield _line(f"  and {counted(len(bad) - LISTED, 'more weight')}")

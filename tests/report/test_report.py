@@ -288,6 +288,18 @@ def test_a_declined_model_prints() -> None:
     assert "0 graphs" in repr(report)
 
 
+def test_a_reason_that_the_short_report_cuts_is_whole_in_the_full_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    report = net_report()
+    group, *_ = report.stayed
+    for reason, is_cut in (("short", False), ("many words, " * 20 + "an end", True)):
+        monkeypatch.setitem(vars(report), "stayed", (replace(group, reason=reason),))
+        assert ("report.full()" in str(report)) is is_cut
+        assert (reason in str(report)) is not is_cut
+    assert "…" not in report.full()
+
+
 def test_checkpointed_bodies_are_graphs_of_their_own() -> None:
     model = Of(
         lambda m, x: (
