@@ -145,7 +145,9 @@ def recorded_condition(
     condition: Any, values: Mapping[Any, fx.Node]
 ) -> tuple[fx.Node, bool]:
     """A node added to the graph of `values`, and its value if the condition holds."""
-    proxies = {symbol: fx.Proxy(node) for symbol, node in values.items()}
+    # A function of two proxies, such as `min`, asks that they have one tracer.
+    tracer = fx.proxy.GraphAppendingTracer(next(iter(values.values())).graph)
+    proxies = {symbol: fx.Proxy(node, tracer) for symbol, node in values.items()}
     # Dynamo does not follow the function by which torch negates an equality.
     differ = isinstance(condition, sympy.Ne)
     asked = sympy.Eq(condition.lhs, condition.rhs) if differ else condition

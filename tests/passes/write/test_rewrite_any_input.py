@@ -107,6 +107,10 @@ def written(self: Any, x: Tensor) -> Any:
     return y, y[0]
 
 
+def cut(self: Any, x: Tensor, rows: Any) -> Any:
+    return self.line(torch.ones(rows)[: x.shape[0]].unsqueeze(-1) * x)
+
+
 def moded(self: Any, x: Tensor, how: Any) -> Any:
     return self.line(x).sum(0, keepdim=how)
 
@@ -145,6 +149,11 @@ ANY: dict[str, Case] = {
         made(viewed),
         (draw(4, 16), 2),
         [(draw(9, 16), 3), (draw(9, 16), 1)],
+    ),
+    "smaller of two": (
+        made(cut),
+        (draw(4, 16), 6),
+        [(draw(5, 16), 9), (draw(3, 16), 3)],
     ),
     "dictionary": (made(batched), (batch(4, 2.0),), [(batch(7, 3.0),)]),
     "written": (made(written), (draw(4, 16),), [(draw(8, 16),)]),
