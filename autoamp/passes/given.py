@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx import immutable_collections
 from torch.utils import _pytree as pytree
 
@@ -158,7 +158,44 @@ def rewrite_given(
         node.meta.setdefault("val", None)  # checks give nothing
     rewritten.recompile()
     compat.make_code(rewritten)  # Dynamo does not follow code that is made later
+    _keep_mode(rewritten, gm)
     return rewritten
+
+
+_BY_MODE = (
+    nn.modules.dropout._DropoutNd,
+    nn.modules.batchnorm._NormBase,
+    nn.RNNBase,
+    nn.MultiheadAttention,
+    nn.RReLU,
+)
+"""Layers of torch's that compute something else in training mode."""
+
+
+def _keep_mode(rewritten: fx.GraphModule, gm: fx.GraphModule) -> None:
+    """Has `rewritten` refuse another mode, in which `gm` would compute otherwise."""
+    called = [gm.get_submodule(str(n.target)) for n in gm.graph.nodes if _calls(n)]
+    inside = (each for module in called for each in module.modules())
+    mode = gm.training
+    rewritten.training = mode
+    if not any(isinstance(each, _BY_MODE) for each in inside):
+        return
+
+    def train(self: fx.GraphModule, wanted: bool = True) -> fx.GraphModule:
+        if wanted is not mode:
+            raise CaptureError(
+                f"the graph was rewritten in {'training' if mode else 'eval'} mode, "
+                "in which it computes; call train() or eval() on the given graph, "
+                "and autoamp.rewrite again"
+            )
+        return self
+
+    # The class of a GraphModule is its own.
+    type(rewritten).train = train  # type: ignore[method-assign, assignment]
+
+
+def _calls(node: fx.Node) -> bool:
+    return node.op == "call_module"
 
 
 def _make_traceable(graph: fx.Graph) -> None:

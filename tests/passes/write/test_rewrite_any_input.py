@@ -330,3 +330,18 @@ def test_saved_graphs_compute_and_refuse_alike(name: str, again: str) -> None:
     compiled = torch.compile(low, backend="eager", fullgraph=True)
     for inputs in others:
         check_same(compiled(*inputs), low(*inputs))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_another_mode_is_refused_where_it_would_compute_otherwise(
+    training: bool,
+) -> None:
+    net = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)).train(training)
+    low = autoamp.rewrite(torch.fx.symbolic_trace(net), (draw(4, 16),), **BF16)
+    assert low.train(training) is low
+    with pytest.raises(autoamp.AutoampError) as raised:
+        low.train(not training)
+    says(raised, "training" if training else "eval", option="autoamp.rewrite")
+    assert low.training is training
+    plain = autoamp.rewrite(torch.fx.symbolic_trace(net[:1]), (draw(4, 16),), **BF16)
+    plain.train(not training)
