@@ -27,7 +27,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-SECONDS = 0.7
+SECONDS = 0.5
 OTHERS = ("slow", "gpu", "conformance")
 """Marks of tests that have commands of their own, and are never thorough as well."""
 
