@@ -16,7 +16,7 @@ JUNIT = """<testsuite>
 <testcase classname="test_it" name="test_cases[b]" time="0.5"/>
 <testcase classname="test_it" name="test_cases[c]" time="0.2"/>
 <testcase classname="test_it" name="test_whole" time="2.0"/>
-<testcase classname="test_it" name="test_short" time="0.6"/>
+<testcase classname="test_it" name="test_short" time="0.4"/>
 <testcase classname="test_long" name="test_long" time="9.0"/>
 </testsuite>"""
 
