@@ -88,7 +88,19 @@ class FreeSizes(ShapeEnv):
     def fixed(self) -> dict[Any, Any]:
         """The symbols that can have one value alone, with their values."""
         every = {s: self.replace(s) for s in self.backed_var_to_val}
-        return {s: value for s, value in every.items() if value.is_number}
+        found = {s: value for s, value in every.items() if value.is_number}
+        known = -1
+        while known < len(found):  # a symbol found may leave one in another equation
+            known = len(found)
+            for asked in (guard.expr.xreplace(found) for guard in self.guards):
+                # A linear equation in one symbol has the value at hand alone.
+                if isinstance(asked, sympy.Eq) and len(asked.free_symbols) == 1:
+                    (symbol,) = asked.free_symbols
+                    difference = asked.lhs - asked.rhs
+                    linear = difference.is_polynomial(symbol)
+                    if linear and sympy.degree(difference, symbol) == 1:
+                        found[symbol] = self.backed_var_to_val[symbol]
+        return found
 
     def conditions(self) -> list[Any]:
         """All else that holds for the symbols, as expressions of `sympy`."""

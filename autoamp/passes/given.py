@@ -163,8 +163,10 @@ def rewrite_given(
 
 
 _BY_MODE = (
-    nn.modules.dropout._DropoutNd,
-    nn.modules.batchnorm._NormBase,
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
     nn.RNNBase,
     nn.MultiheadAttention,
     nn.RReLU,
