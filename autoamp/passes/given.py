@@ -176,7 +176,8 @@ _BY_MODE = (
 
 def _keep_mode(rewritten: fx.GraphModule, gm: fx.GraphModule) -> None:
     """Has `rewritten` refuse another mode, in which `gm` would compute otherwise."""
-    called = [gm.get_submodule(str(n.target)) for n in gm.graph.nodes if _calls(n)]
+    calls = gm.graph.find_nodes(op="call_module")
+    called = (gm.get_submodule(str(node.target)) for node in calls)
     inside = (each for module in called for each in module.modules())
     mode = gm.training
     rewritten.training = mode
@@ -194,10 +195,6 @@ def _keep_mode(rewritten: fx.GraphModule, gm: fx.GraphModule) -> None:
 
     # The class of a GraphModule is its own.
     type(rewritten).train = train  # type: ignore[method-assign, assignment]
-
-
-def _calls(node: fx.Node) -> bool:
-    return node.op == "call_module"
 
 
 def _make_traceable(graph: fx.Graph) -> None:
