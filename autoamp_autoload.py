@@ -8,8 +8,6 @@ torch never ask for it.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import functools
 import logging
 import multiprocessing
@@ -19,8 +17,10 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from autoamp_said import say
+
 if TYPE_CHECKING:
-    from autoamp_heat import Heat
+    from autoamp_cold import ColdLine
 
 VARIABLE = "AUTOAMP_ENABLE"
 ON, OFF = ("1", "true", "on"), ("0", "false", "off")
@@ -72,7 +72,7 @@ def _say_without_effect() -> None:
     names = sorted(name for name in _given() if name not in read)
     if names and multiprocessing.parent_process() is None:
         shown = ", ".join(repr(name[:80])[1:-1] for name in names[:5])
-        _say(
+        say(
             logging.WARNING,
             f"autoamp: the automatic mode is off in spite of {shown}: {VARIABLE}=1 "
             f"turns the mode on, and {VARIABLE}=0 silences this line",
@@ -93,6 +93,7 @@ def _arm() -> None:
     """
     import torch
 
+    from autoamp_cold import ColdLine
     from autoamp_heat import HOT, INSIDE, Heat, passed_on
 
     module: Any = torch.nn.Module
@@ -100,6 +101,7 @@ def _arm() -> None:
     is_compiling = torch.compiler.is_dynamo_compiling
     lock = threading.RLock()
     heat = Heat()
+    cold = ColdLine(heat, "AUTOAMP_HOT=0")
     # `first_call` and `first_compile` pass calls on to these functions: the mode's, or
     # torch's.  They never pass on to the functions installed by then, which may be
     # somebody's patches that call them.
@@ -131,7 +133,7 @@ def _arm() -> None:
                 steps.put_back()
                 stand_ins = (first_call, call), (first_compile, compile_)
                 try:
-                    *found, steps.on = _started(heat, *stand_ins, hook=steps.hook)
+                    *found, steps.on = _started(cold, *stand_ins, hook=steps.hook)
                     beneath[:] = found
                 except Exception as error:  # noqa: BLE001 (the script runs on in fp32)
                     _warn(f"{type(error).__name__}: {error}")
@@ -145,6 +147,7 @@ def _arm() -> None:
             put_back()
             steps.put_back()
             steps.hook.remove()
+            cold.end()
 
     def put_back() -> None:
         """Puts torch's own back; under somebody's patch ours stays and passes on."""
@@ -156,7 +159,6 @@ def _arm() -> None:
     module.__call__, torch.compile = first_call, first_compile
     steps = _Steps(start)
     _armed[:] = [stop]
-    atexit.register(_say_cold, heat, os.getpid())
 
 
 class _Steps:
@@ -239,62 +241,18 @@ def _given() -> dict[str, str]:
     return {n: v for n, v in given.items() if v and f"{n}_".startswith("AUTOAMP_")}
 
 
-def _started(heat: Heat, *stand_ins: Any, hook: Any) -> Any:
+def _started(cold: ColdLine, *stand_ins: Any, hook: Any) -> Any:
     """Starts the automatic mode.
 
     It gives its `nn.Module.__call__`, its `torch.compile`, and what `hook` is to call.
     """
     from autoamp.auto.switch import enable_from_environment
 
-    return enable_from_environment(*stand_ins, heat=heat, hook=hook)
-
-
-def _say_cold(heat: Heat, process: int) -> None:
-    """Says, at exit, which model stayed as it was: none was hot, or it has trained.
-
-    Args:
-        process: the process that was armed; a fork of it has the same records.
-    """
-    from autoamp_heat import SHARE
-
-    nearest = heat.nearest
-    if nearest is None or process != os.getpid():
-        return
-    module = nearest.module()
-    if heat.has_met and not nearest.steps:
-        return
-    if module is not None and "_autoamp" in module.__dict__:
-        return  # a part of a captured model, or converted by the script
-    _say(
-        logging.INFO,
-        f"autoamp: {nearest.name} is not hot, and ran as it is. Its calls "
-        f"came to {nearest.spent:.2g} s, as predicted; from {SHARE * nearest.cost:.2g} "
-        "s on a capture is worth its cost. AUTOAMP_HOT=0 captures models at their "
-        "first call",
-    )
-
-
-def _say(level: int, text: str) -> None:
-    """Logs a line where the program has set up logging, or writes it to stderr."""
-    from autoamp_said import is_left_out, is_shown, to_stderr
-
-    # Where stderr is closed, logging itself raises.
-    with contextlib.suppress(OSError, ValueError):
-        logger = logging.getLogger("autoamp")
-        if level >= logging.WARNING:
-            logger.log(level, "%s", text)
-        elif is_left_out(level) or logger.level > level:
-            return
-        elif is_shown(level):
-            # Not `log`: the level of the root, which is WARNING, would hold it back.
-            where = __file__, 0, text, (), None
-            logger.handle(logger.makeRecord(logger.name, level, *where))
-        else:
-            to_stderr(text)
+    return enable_from_environment(*stand_ins, cold=cold, hook=hook)
 
 
 def _warn(problem: str) -> None:
-    _say(logging.WARNING, f"autoamp is off, everything runs in fp32: {problem}")
+    say(logging.WARNING, f"autoamp is off, everything runs in fp32: {problem}")
 
 
 def _listed(values: tuple[str, ...]) -> str:

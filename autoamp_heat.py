@@ -132,7 +132,7 @@ class Warmth:
         first: the same at the first look.
         steps: whether the weights have changed between two looks.
         waited: how many hot calls have waited for a step to begin.
-        captured: whether the module is captured, in this mode or in another.
+        settled: whether the module is captured in any mode, or the line is said of it.
     """
 
     module: weakref.ref[nn.Module]
@@ -150,7 +150,7 @@ class Warmth:
     first: tuple[int, ...] | None = None
     steps: bool = False
     waited: int = 0
-    captured: bool = False
+    settled: bool = False
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
@@ -224,12 +224,14 @@ class Heat:
         has_met: some module has become hot.
         nearest: of those that stay as they are, the module that trained, or has come
             nearest to a capture.
+        on_nearest: called when `nearest` is new, or None.
     """
 
     def __init__(self, *, everything: bool = False) -> None:
         self.everything = everything
         self.started = self.has_met = False
         self.nearest: Warmth | None = None
+        self.on_nearest: Callable[[], None] | None = None
         self._known: dict[tuple[int, bool, bool], Warmth] = {}
 
     def call(
@@ -265,12 +267,16 @@ class Heat:
     def _captures(self, module: nn.Module) -> Any:
         """`HOT`, for a module that is none of those that stay as they are."""
         self.has_met = True
-        for each in self._known.values():
-            each.captured |= each.module() is module
-        if self.nearest is not None and self.nearest.captured:
-            cold = [w for w in self._known.values() if w.calls and not w.captured]
+        self.settle(module)
+        if self.nearest is not None and self.nearest.settled:
+            cold = [w for w in self._known.values() if w.calls and not w.settled]
             self.nearest = max(cold, key=lambda w: w.rank, default=None)
         return HOT
+
+    def settle(self, module: nn.Module | None) -> None:
+        """Notes that a module is captured, or told of: it is `nearest` no more."""
+        for each in self._known.values():
+            each.settled |= each.module() is module
 
     def _meet(
         self, module: nn.Module, key: tuple[int, bool, bool], has_weights: bool
@@ -282,7 +288,7 @@ class Heat:
         ref, name = weakref.ref(module, gone), type(module).__name__
         met = self._known[key] = Warmth(ref, name, key[1], key[2], has_weights)
         same = (w for w in self._known.values() if w.module() is module)
-        met.captured = any(w.captured for w in same)
+        met.settled = any(w.settled for w in same)
         return met
 
     def counted(
@@ -303,10 +309,12 @@ class Heat:
         if torch.is_grad_enabled():  # else a mean of weights, as of a teacher, moves
             known.first = known.first or now
             known.steps |= now != known.first
-        if known.captured:
+        if known.settled:
             return result
         if self.nearest is None or known.rank >= self.nearest.rank:
             self.nearest = known
+            if self.on_nearest is not None:
+                self.on_nearest()
         return result
 
 

@@ -6,6 +6,7 @@ program in which no model is captured says one line, too.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -14,6 +15,23 @@ from typing import Any
 
 PACKAGE = "autoamp"
 _SAID = "autoamp said"
+
+
+def say(level: int, text: str) -> None:
+    """Logs a line where the program has set up logging, or writes it to stderr."""
+    # Where stderr is closed, logging itself raises.
+    with contextlib.suppress(OSError, ValueError):
+        logger = logging.getLogger(PACKAGE)
+        if level >= logging.WARNING:
+            logger.log(level, "%s", text)
+        elif is_left_out(level) or logger.level > level:
+            return
+        elif is_shown(level):
+            # Not `log`: the level of the root, which is WARNING, would hold it back.
+            where = __file__, 0, text, (), None
+            logger.handle(logger.makeRecord(logger.name, level, *where))
+        else:
+            to_stderr(text)
 
 
 class Fallback(logging.Handler):

@@ -33,7 +33,8 @@ from autoamp.runtime.program import disabled
 from autoamp.training import foreign
 from autoamp.training.attach import guard_half, retire
 from autoamp.training.masters import has_half
-from autoamp_heat import HOT, Heat, mode_of, opaque
+from autoamp_cold import ColdLine
+from autoamp_heat import HOT, mode_of, opaque
 
 logger = logging.getLogger(__name__)
 
@@ -102,11 +103,11 @@ def _say_left(module: nn.Module, error: Exception) -> None:
 class AutomaticMode:
     """Converts each model when it is hot, and remembers the decision on it."""
 
-    def __init__(self, settings: Settings, heat: Heat) -> None:
+    def __init__(self, settings: Settings, cold: ColdLine) -> None:
         self.options = settings.options
-        self.heat = heat
-        heat.started = True
-        heat.everything = not (settings.hot and settings.options.do_no_harm)
+        self.cold, self.heat = cold, cold.heat
+        self.heat.started = True
+        self.heat.everything = not (settings.hot and settings.options.do_no_harm)
         self.on = True
         self.backends: weakref.WeakSet[GraphBackend] = weakref.WeakSet()
         self.recorder = Recorder(settings.report_dir) if settings.report_dir else None

@@ -33,6 +33,7 @@ from autoamp.training.attach import (
 from autoamp.training.ledger import BACKWARDS
 from autoamp.training.options import ConvertOptions, Options
 from autoamp.training.saved_masters import KEY as MASTERS_KEY
+from autoamp_cold import ColdLine
 from autoamp_heat import INSIDE, Heat, passed_on
 from autoamp_said import Fallback
 
@@ -256,18 +257,18 @@ def enable(
         # A pattern need not fit the first model of a process: what has fitted none is
         # told at the end.
         chosen = dataclasses.replace(chosen, unmet=set(chosen.keep))
-    _start(Settings(chosen, folder, hot), Heat())
+    _start(Settings(chosen, folder, hot), ColdLine(Heat(), "autoamp.enable(hot=False)"))
 
 
 def enable_from_environment(
-    *stand_ins: tuple[Any, Any], heat: Heat | None = None, hook: Any = None
+    *stand_ins: tuple[Any, Any], cold: ColdLine | None = None, hook: Any = None
 ) -> list[Any]:
     """`enable` with the settings in the environment variables.
 
     Args:
         *stand_ins: the functions that replace `nn.Module.__call__` and `torch.compile`
             until now, each with the original.
-        heat: the counts of the calls so far.
+        cold: the line on a model that is not hot, with the counts of the calls so far.
         hook: as for `expect_models`.
 
     Returns:
@@ -277,7 +278,8 @@ def enable_from_environment(
         AutoampError: a variable is unusable; nothing was changed.
     """
     settings = environment.read(os.environ)
-    before_step = _start(settings, heat or Heat(), *stand_ins, hook=hook)
+    cold = cold or ColdLine(Heat(), "AUTOAMP_HOT=0")
+    before_step = _start(settings, cold, *stand_ins, hook=hook)
     for sentence in environment.remarks(os.environ):
         logger.warning("autoamp: %s", sentence)
     return [*(patch.ours for patch in _patches[: len(stand_ins)]), before_step]
@@ -303,6 +305,7 @@ def disable() -> None:
         expect_models(None)
     if mode is not None:
         _tell_of_unmet(mode)
+        mode.cold.end()
         mode.revert_all()
 
 
@@ -333,7 +336,7 @@ def _disarm() -> None:
 
 def _start(
     settings: Settings,
-    heat: Heat,
+    cold: ColdLine,
     call: tuple[Any, Any] | None = None,
     compile_: tuple[Any, Any] | None = None,
     *,
@@ -342,7 +345,7 @@ def _start(
     global _mode
     _disarm()
     with _switch:
-        before, _mode = _mode, AutomaticMode(settings, heat)
+        before, _mode = _mode, AutomaticMode(settings, cold)
         if not _patches:
             speak_up()
             _patches.append(Patch(nn.Module, "__call__", _watching, call))
@@ -356,6 +359,7 @@ def _start(
         before_step = expect_models(settings.options, hook)
     if before is not None:
         _tell_of_unmet(before)
+        before.cold.end()
         before.revert_all()
     return before_step
 

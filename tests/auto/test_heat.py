@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import multiprocessing
 import os
@@ -20,8 +19,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.flop_counter import FlopCounterMode
 
 import autoamp
-import autoamp_autoload
 import autoamp_heat
+from autoamp_cold import ColdLine
 from autoamp_heat import HOT, Heat
 from tests.processes import run_script
 from tests.says import says
@@ -335,7 +334,7 @@ def test_the_line_at_exit_names_the_model_that_trained(
     del other
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.setattr(logging.getLogger("autoamp"), "level", logging.INFO)
-    autoamp_autoload._say_cold(heat, os.getpid())
+    ColdLine(heat, "AUTOAMP_HOT=0").end()
     (line,) = capfd.readouterr().err.splitlines()
     says(line, "Trained is not hot", f"{nearest.spent:.2g} s")
     assert "fp32" not in line, "a half model runs in its own dtype"
@@ -368,7 +367,7 @@ def test_the_line_at_exit_is_seen_once_whatever_is_logged(
     worth(monkeypatch, capture=1.0)
     heat, number = Heat(), None if level is None else getattr(logging, level)
     looked_at(heat, Mean(4, 4), 3)
-    speak = functools.partial(autoamp_autoload._say_cold, heat, os.getpid())
+    speak = ColdLine(heat, "AUTOAMP_HOT=0").end
     shown = logging.NOTSET if by == "logger" and level else number
     monkeypatch.setattr(logging.getLogger("autoamp"), "level", logging.NOTSET)
     (line,) = seen(monkeypatch, capfd, shown, speak)
@@ -382,7 +381,7 @@ def test_a_captured_model_hides_none_that_trains(monkeypatch, capfd) -> None:
     worth(monkeypatch, capture=1e-5)
     teacher.requires_grad_(False)
     assert hot_at(heat, teacher, torch.ones(3, 4), 999)
-    speak = functools.partial(autoamp_autoload._say_cold, heat, os.getpid())
+    speak = ColdLine(heat, "AUTOAMP_HOT=0").end
     (line,) = seen(monkeypatch, capfd, None, speak)
     says(line, "Trained is not hot")
 
@@ -398,8 +397,72 @@ def test_a_captured_model_that_is_evaluated_is_not_called_cold(
     assert hot_at(heat, model, torch.ones(3, 4), 999)
     worth(monkeypatch, capture=1.0)
     looked_at(heat, model.eval(), 3)
-    speak = functools.partial(autoamp_autoload._say_cold, heat, os.getpid())
+    speak = ColdLine(heat, "AUTOAMP_HOT=0").end
     assert not seen(monkeypatch, capfd, None, speak)
+
+
+NOTEBOOK = """
+import sys, types, torch
+from torch import nn
+class Trained(nn.Linear): ...
+class Frozen(nn.Linear): ...
+class Other(nn.Linear): ...
+class Late(nn.Linear): ...
+cells = []
+class Events:
+    def register(self, event, function):
+        assert event == "post_run_cell"
+        cells.append(function)
+    def unregister(self, event, function):
+        cells.remove(function)
+shell = types.SimpleNamespace(events=Events())
+sys.modules["IPython"] = types.SimpleNamespace(get_ipython=lambda: shell)
+x, trained, frozen, other = torch.ones(3, 4), Trained(4, 4), Frozen(4, 4), Other(4, 4)
+def trains():
+    optimizer = torch.optim.SGD(trained.parameters(), 0.1)
+    for _ in range(4):
+        frozen(x), trained(x).sum().backward()
+        optimizer.step()
+def is_evaluated():
+    for _ in range(9):
+        trained.eval()(x)
+def ends():
+    Late(4, 4)(x)
+    autoamp.disable()
+def cell(*actions):
+    for each in actions:
+        each()
+    for each in [*cells]:
+        each("a result")
+    print("a cell ends", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("how", ["variable", "enable"])
+def test_in_a_notebook_the_line_comes_after_the_cell_and_never_again(how: str) -> None:
+    """The process of a notebook does not exit while anybody looks at it."""
+    begins = {
+        "variable": "import autoamp",
+        "enable": "import autoamp; autoamp.enable()",
+    }
+    cells = """
+cell()
+cell(trains)
+cell(is_evaluated)
+cell(lambda: other(x))
+cell(ends)
+assert not cells
+"""
+    on = {"AUTOAMP_ENABLE": str(int(how == "variable"))}
+    done = run_script(NOTEBOOK + begins[how] + cells, **on)
+    assert done.returncode == 0, done.stderr
+    first, second, third, fourth, fifth, last = done.stderr.split("a cell ends\n")
+    assert not first + third + last
+    advice = {"variable": "AUTOAMP_HOT=0", "enable": "hot=False"}[how]
+    says(second, "Trained is not hot", option=advice)
+    says(fourth, "Other is not hot")
+    says(fifth, "Late is not hot")
+    assert len(done.stderr.splitlines()) == 8
 
 
 @pytest.mark.parametrize("identity", [(), (1,), (2,), (1, 2)])
@@ -411,7 +474,7 @@ def test_the_first_of_several_workers_says_a_line(
     looked_at(heat, Mean(4, 4), 3)
     process = multiprocessing.current_process()
     monkeypatch.setattr(process, "_identity", identity)
-    speak = functools.partial(autoamp_autoload._say_cold, heat, os.getpid())
+    speak = ColdLine(heat, "AUTOAMP_HOT=0").end
     assert len(seen(monkeypatch, capfd, None, speak)) == (2 not in identity)
 
 
@@ -419,7 +482,7 @@ def test_nothing_is_said_where_no_call_has_ended(capfd) -> None:
     heat = Heat()
     with pytest.raises(RuntimeError):
         heat.call(CALL, Trained(4, 4), (torch.ones(3, 5),), {})
-    autoamp_autoload._say_cold(heat, os.getpid())
+    ColdLine(heat, "AUTOAMP_HOT=0").end()
     assert not capfd.readouterr().err
 
 
@@ -434,5 +497,5 @@ def test_weights_that_were_made_in_inference_mode_are_trained(monkeypatch) -> No
 def test_what_the_script_has_converted_is_not_called_cold(capfd) -> None:
     heat, model = Heat(), autoamp.convert(nn.Linear(4, 4), **BF16)
     assert hot_at(heat, model, torch.ones(3, 4)) == 1
-    autoamp_autoload._say_cold(heat, os.getpid())
+    ColdLine(heat, "AUTOAMP_HOT=0").end()
     assert not capfd.readouterr().err

@@ -17,6 +17,7 @@ SHIPPED = [
     "autoamp",
     "autoamp_cli",
     "autoamp_autoload.py",
+    "autoamp_cold.py",
     "autoamp_heat.py",
     "autoamp_said.py",
 ]

@@ -22,6 +22,7 @@ PACKAGE = REPO / "autoamp"
 BESIDE = (
     REPO / "autoamp_autoload.py",
     REPO / "autoamp_cli",
+    REPO / "autoamp_cold.py",
     REPO / "autoamp_heat.py",
     REPO / "autoamp_said.py",
 )
@@ -29,6 +30,7 @@ BESIDE = (
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"autoamp_heat", "autoamp_said"}),
+    frozenset({"autoamp_cold"}),
     frozenset({"messages"}),
     frozenset({"printed"}),
     frozenset({"errors", "dtypes", "removed"}),

@@ -56,7 +56,7 @@ def test_wheel_holds_the_package_and_the_rules(dist: tuple[Path, Path]) -> None:
     assert {"autoamp/py.typed", "autoamp_cli/py.typed"} <= set(names)
     tops = {name.partition("/")[0] for name in names}
     packages = {"autoamp", "autoamp_cli"}
-    beside = {"autoamp_autoload.py", "autoamp_heat.py", "autoamp_said.py"}
+    beside = {f"autoamp_{each}.py" for each in ("autoload", "cold", "heat", "said")}
     assert tops == {*packages, *beside, f"autoamp-{PROJECT['version']}.dist-info"}
     modules = {
         str(path.relative_to(REPO))

@@ -1,0 +1,71 @@
+"""The line on a model that was not hot, where its program or a notebook's cell ends.
+
+This module stands beside the package `autoamp` and imports no part of it: a program in
+which no model is captured says the line, too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from typing import Any
+
+from autoamp_heat import SHARE, Heat
+from autoamp_said import say
+
+
+class ColdLine:
+    """Says once of a model that it ran as it is.
+
+    The line comes at exit, or after the notebook's cell in which the model has
+    computed: the process of a notebook does not exit.
+
+    Args:
+        heat: the counts of the calls.
+        remedy: the setting with which models are captured at their first call.
+    """
+
+    def __init__(self, heat: Heat, remedy: str) -> None:
+        self.heat, self._remedy = heat, remedy
+        self._process = os.getpid()  # a fork of the process has the same records
+        self._shell: Any = None
+        heat.on_nearest = self._listen
+        atexit.register(self.say)
+
+    def say(self, *_: object) -> None:
+        """Says which model stayed as it was: none was hot, or it has trained."""
+        nearest = self.heat.nearest
+        if nearest is None or self._process != os.getpid():
+            return
+        module = nearest.module()
+        if self.heat.has_met and not nearest.steps:
+            return
+        if module is not None and "_autoamp" in module.__dict__:
+            return  # a part of a captured model, or converted by the script
+        self.heat.settle(module)
+        self.heat.nearest = None
+        say(
+            logging.INFO,
+            f"autoamp: {nearest.name} is not hot, and ran as it is. Its calls came to "
+            f"{nearest.spent:.2g} s, as predicted; from {SHARE * nearest.cost:.2g} s "
+            f"on a capture is worth its cost. {self._remedy} captures models at their "
+            "first call",
+        )
+
+    def end(self) -> None:
+        """Says what is to be said, and listens no longer."""
+        self.say()
+        atexit.unregister(self.say)
+        self.heat.on_nearest = None
+        if self._shell is not None:
+            self._shell.events.unregister("post_run_cell", self.say)
+
+    def _listen(self) -> None:
+        """Listens to the ends of cells, where the program is a notebook by now."""
+        shell_of: Any = getattr(sys.modules.get("IPython"), "get_ipython", None)
+        if self._shell is None and shell_of is not None:
+            self._shell = shell_of()
+            if self._shell is not None:
+                self._shell.events.register("post_run_cell", self.say)
