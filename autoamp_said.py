@@ -21,10 +21,11 @@ def say(level: int, text: str) -> None:
     """Logs a line where the program has set up logging, or writes it to stderr."""
     # Where stderr is closed, logging itself raises.
     with contextlib.suppress(OSError, ValueError):
-        logger = logging.getLogger(PACKAGE)
+        logger = logger_of(PACKAGE)
+        is_unwanted = logger.level > level or logger.manager.disable >= level
         if level >= logging.WARNING:
             logger.log(level, "%s", text)
-        elif is_left_out(level) or logger.level > level:
+        elif is_unwanted or is_left_out(level):
             return
         elif is_shown(level):
             # Not `log`: the level of the root, which is WARNING, would hold it back.
@@ -34,13 +35,43 @@ def say(level: int, text: str) -> None:
             to_stderr(text)
 
 
-class Fallback(logging.Handler):
-    """Writes what no handler of the script's own shows to stderr."""
+class Lines(logging.Logger):
+    """A logger of ours, whose lines are shown whatever the script does with `logging`.
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Writes a line, if it is this process that says it."""
-        if not (is_shown(record.levelno) or is_left_out(record.levelno)):
-            to_stderr(self.format(record))
+    Its level, and `logging.disable`, are the script's to set.
+
+    Attributes:
+        speaks: whether a line that no handler shows is written to stderr.
+    """
+
+    speaks = False
+
+    @property
+    def disabled(self) -> bool:
+        """False: `logging.config` disables all loggers that it is not told of."""
+        return False
+
+    @disabled.setter
+    def disabled(self, value: bool) -> None: ...
+
+    def callHandlers(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Hands a line to the script's handlers, or writes it if this process says it.
+
+        This is asked of no handler of ours, which the script could take away.
+        """
+        if not Lines.speaks or is_shown(record.levelno):
+            super().callHandlers(record)
+        elif not is_left_out(record.levelno):
+            to_stderr(logging.Formatter().format(record))
+
+
+def logger_of(name: str) -> logging.Logger:
+    """Python's logger of that name, as one of `Lines`."""
+    found = logging.getLogger(name)
+    kind = type(found)  # the script may have set a class of its own
+    if not issubclass(kind, Lines):
+        found.__class__ = type(kind.__name__, (Lines, kind), {})
+    return found
 
 
 def to_stderr(text: str) -> None:
@@ -60,8 +91,8 @@ def is_shown(level: int) -> bool:
     logger: logging.Logger | None = logging.getLogger(PACKAGE)
     while logger is not None:
         for each in logger.handlers:
-            ours = isinstance(each, Fallback | logging.NullHandler)
-            if not ours and each.level <= level:
+            is_none = isinstance(each, logging.NullHandler)
+            if not is_none and each.level <= level:
                 return True
         logger = logger.parent if logger.propagate else None
     return False

@@ -51,8 +51,9 @@ from autoamp.training.options import (
     Options,
 )
 from autoamp.training.scale import LossScale, LossScaleName
+from autoamp_said import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer])

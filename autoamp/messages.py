@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autoamp_said import is_left_out, was_said
+from autoamp_said import is_left_out, logger_of, was_said
 
 # -- names that are safe to show -------------------------------------------------------
 
@@ -180,7 +180,7 @@ def signs_of_life(
 
 # -- small pieces of text --------------------------------------------------------------
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 WIDTH = 80
 """Columns of the summary where no terminal says how wide it is."""

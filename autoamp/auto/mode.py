@@ -35,8 +35,9 @@ from autoamp.training.attach import guard_half, retire
 from autoamp.training.masters import has_half
 from autoamp_cold import ColdLine
 from autoamp_heat import HOT, mode_of, opaque
+from autoamp_said import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _seen = WeakIdKeyDictionary()
 """The modules that were called in an autocast region of the script's own so far."""

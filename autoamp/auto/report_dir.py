@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import logging
 import os
 import re
 import socket
@@ -23,9 +22,9 @@ from autoamp.files import write_whole
 from autoamp.report.reporting import report_of
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.record import Record
-from autoamp_said import own_rank
+from autoamp_said import logger_of, own_rank
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _number = itertools.count()
 

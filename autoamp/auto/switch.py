@@ -35,14 +35,14 @@ from autoamp.training.options import ConvertOptions, Options
 from autoamp.training.saved_masters import KEY as MASTERS_KEY
 from autoamp_cold import ColdLine
 from autoamp_heat import INSIDE, Heat, passed_on
-from autoamp_said import Fallback
+from autoamp_said import Lines, logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
-_PACKAGE = logging.getLogger("autoamp")
+_PACKAGE = logger_of("autoamp")
 
-
-_handler: list[logging.Handler] = []
+_level_was_unset: list[bool] = []
+"""Whether nobody had set a level, where our lines are shown now."""
 
 
 def speak_up() -> None:
@@ -51,22 +51,17 @@ def speak_up() -> None:
     A script that was never changed does not know our logger.  One that sets up its own
     logging gets every line that its handlers take there, once.
     """
-    if _handler:
-        return
-    _handler.append(Fallback())
-    _PACKAGE.addHandler(_handler[0])
-    if _PACKAGE.level == logging.NOTSET:
-        _PACKAGE.setLevel(logging.INFO)
-        _handler[0].set_name("autoamp: level was not set")
+    if not Lines.speaks:
+        Lines.speaks = True
+        _level_was_unset[:] = [_PACKAGE.level == logging.NOTSET]
+        if _level_was_unset[0]:
+            _PACKAGE.setLevel(logging.INFO)
 
 
 def fall_silent() -> None:
     """Undoes `speak_up`."""
-    if not _handler:
-        return
-    handler = _handler.pop()
-    _PACKAGE.removeHandler(handler)
-    if handler.get_name() and _PACKAGE.level == logging.INFO:
+    Lines.speaks = False
+    if _level_was_unset and _level_was_unset.pop() and _PACKAGE.level == logging.INFO:
         _PACKAGE.setLevel(logging.NOTSET)
 
 

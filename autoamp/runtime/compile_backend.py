@@ -31,8 +31,9 @@ from autoamp.training.attach import new_scaling
 from autoamp.training.options import ConvertOptions, Options
 from autoamp.training.scale import resolve_loss_scale
 from autoamp.training.uncalled import expect_no_calls
+from autoamp_said import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class GraphBackend:

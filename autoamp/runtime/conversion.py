@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,8 +24,9 @@ from autoamp.runtime.entry import Entry
 from autoamp.runtime.forward import make_forward
 from autoamp.runtime.program import STATE
 from autoamp.runtime.record import Skipped
+from autoamp_said import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 REPLICATE = "_replicate_for_data_parallel"
 PICKLE, REDUCE, COPY = "__getstate__", "__reduce_ex__", "__deepcopy__"

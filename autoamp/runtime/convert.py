@@ -64,8 +64,9 @@ from autoamp.training.scaling import ModelScaling
 from autoamp.training.shards import SHARDED
 from autoamp.training.uncalled import expect_calls
 from autoamp.training.weight_copies import own_loaded_weights
+from autoamp_said import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 @dataclass(frozen=True)

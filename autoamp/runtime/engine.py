@@ -43,8 +43,9 @@ from autoamp.runtime.record import Record
 from autoamp.training.buffers import Written
 from autoamp.training.options import Options
 from autoamp.training.weight_copies import MeshedCopies, WeightCopies
+from autoamp_said import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 _SWITCHED_OFF = (

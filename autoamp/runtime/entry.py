@@ -48,8 +48,9 @@ from autoamp.runtime.program import (
     under_compilation,
 )
 from autoamp.runtime.record import announce, tell_progress
+from autoamp_said import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class Hooks:

@@ -19,8 +19,9 @@ from autoamp.messages import (
 from autoamp.passes.record import Rewritten
 from autoamp.runtime.graph import Graph
 from autoamp.training.scaling import ModelScaling
+from autoamp_said import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _LEFT = (
     "Dynamo leaves it to Python, after a graph break it cannot go on from (in a loop, "

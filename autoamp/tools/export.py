@@ -51,8 +51,9 @@ from autoamp.tools.export_results import (
 from autoamp.tools.export_targets import SUFFIXES, Target, target_of
 from autoamp.tools.named import given
 from autoamp.training.options import Options
+from autoamp_said import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 def export_model(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import os
 import re
 import shutil
@@ -34,8 +33,9 @@ from autoamp.tools.export_plan import (
     plan_kept_in,
 )
 from autoamp.tools.export_targets import SUFFIXES, Kind, Target
+from autoamp_said import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 Path_ = str | os.PathLike[str]
 

@@ -6,7 +6,6 @@ exported program that it stands for, or names that node in its metadata.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Iterator
@@ -30,8 +29,9 @@ from autoamp.tools.export_members import (
 )
 from autoamp.tools.export_plan import PLAN_KEY, Plan, held_by, plan_from, plan_kept_in
 from autoamp.tools.export_targets import Target, check_installed
+from autoamp_said import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _LARGE = 1 << 30
 """Bytes of weights from which on they go to a second file; protobuf ends at 2 GiB."""

@@ -5,7 +5,6 @@ The weights that a program holds are compared with those of the model, too.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,8 +13,9 @@ from torch import Tensor
 
 from autoamp.dtypes import short_name
 from autoamp.errors import ExportError, VerificationError
+from autoamp_said import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _ALWAYS_FINITE = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}

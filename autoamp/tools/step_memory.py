@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -14,8 +13,9 @@ from autoamp import compat
 from autoamp.passes.check.saved import bytes_held, storage_key, tensors_saved
 from autoamp.passes.write.emitted import CAST_KIND, WEIGHT_PATH
 from autoamp.report.figures import Document, StepMemory
+from autoamp_said import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 def memory_of_step(model: nn.Module, report: Document) -> StepMemory | None:

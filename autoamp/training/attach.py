@@ -61,8 +61,9 @@ from autoamp.training.step import (
 from autoamp.training.uncalled import tell_of_uncalled
 from autoamp.training.weight_copies import before_write
 from autoamp_heat import trains_half
+from autoamp_said import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _STATE = "_autoamp"
 

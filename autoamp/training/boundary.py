@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
 import types
 import weakref
@@ -26,8 +25,9 @@ from autoamp.training.scale import (
     StaticLossScale,
 )
 from autoamp.training.scaling import ModelScaling
+from autoamp_said import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 Step = Callable[..., Any]
 

@@ -17,8 +17,9 @@ from autoamp import compat
 from autoamp.messages import log_once
 from autoamp.training.options import Options
 from autoamp.training.scaling import ModelScaling
+from autoamp_said import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _guards: weakref.WeakSet[ModelScaling] = weakref.WeakSet()
 _changes = [0]

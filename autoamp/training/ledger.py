@@ -8,7 +8,6 @@ loss scale.  What a step is decided by is no matter of runs: see `step`.
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import threading
 from collections import deque
@@ -22,8 +21,9 @@ from autoamp.training.boundary import boundaries
 from autoamp.training.leaves import Leaves, Origin
 from autoamp.training.scale import DynamicLossScale, LossScale, free_to_read
 from autoamp.training.scaling import ModelScaling
+from autoamp_said import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 KEPT = 64
 """The runs of past backwards that are kept, for messages and for optimizers that are

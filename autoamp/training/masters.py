@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import sys
 import types
 import weakref
@@ -46,8 +45,9 @@ from autoamp.training.exchange import (
 from autoamp.training.separable import body_of, is_elementwise
 from autoamp.training.split import Chunk, can_split, chunks_of, follow
 from autoamp.training.step_chunks import step_chunk, step_cut
+from autoamp_said import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 KEY_BESIDE = "autoamp_master"
 """The entry of one parameter's saved state, for tools that keep no other entries."""

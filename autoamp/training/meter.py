@@ -7,7 +7,6 @@ share is the part that has moved.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 import weakref
@@ -22,8 +21,9 @@ from torch.optim import Optimizer
 from autoamp import compat
 from autoamp.dtypes import has_masters, short_name
 from autoamp.training.boundary import params_of
+from autoamp_said import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 MOST_TIME = 0.01
 """The share of the time of training that a meter takes at most, once it has begun."""

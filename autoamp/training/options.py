@@ -25,8 +25,9 @@ from autoamp.training.scale import (
     LossScaleName,
     resolve_loss_scale,
 )
+from autoamp_said import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 WeightCopies = Literal["kept", "every call"]
 Masters = Literal["auto", "split", "fp32", "off"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import time
 import weakref
 from collections.abc import Iterable, Sequence
@@ -24,8 +23,9 @@ from autoamp import compat
 from autoamp.dtypes import short_name
 from autoamp.errors import RankError
 from autoamp.training.scaling import ModelScaling
+from autoamp_said import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 PATIENCE = 300.0
 """Seconds after which a rank that has not answered is taken not to answer at all: half

@@ -13,7 +13,6 @@ rank have read its low copy, and no graph on any rank has read the weight in fp3
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -23,8 +22,9 @@ from torch import nn
 
 from autoamp import compat
 from autoamp.dtypes import short_name
+from autoamp_said import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class Shard:

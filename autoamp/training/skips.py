@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -19,8 +18,9 @@ from autoamp.training.ledger import GraphRun
 from autoamp.training.remedy import REPEATED, Remedy
 from autoamp.training.scaling import ModelScaling
 from autoamp.training.trail import Step
+from autoamp_said import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _Blamed = tuple[ModelScaling, Step] | None
 """The model and its op to blame for a skipped step, where they are known."""

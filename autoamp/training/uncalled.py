@@ -7,7 +7,6 @@ gradients come from code that ran past the conversion, in fp32.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -17,8 +16,9 @@ from torch.optim import Optimizer
 from autoamp.errors import CaptureError
 from autoamp.training.boundary import params_of
 from autoamp.training.scaling import ModelScaling
+from autoamp_said import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class _Expected(NamedTuple):

@@ -83,6 +83,69 @@ def test_a_script_gets_few_lines(
     assert "not hot" not in done.stderr
 
 
+SET_UP = {
+    "dictConfig": "config.dictConfig({'version': 1})",
+    "dictConfig that names us": (
+        "config.dictConfig({'version': 1, 'loggers': {'autoamp': {'handlers': []}}})"
+    ),
+    "fileConfig": "config.fileConfig(ini)",
+    "no handlers": "logging.getLogger('autoamp').handlers.clear()",
+}
+"""What a script does with `logging`, and does not mean our lines."""
+
+WANTED = {
+    "level": "logging.getLogger('autoamp').setLevel(logging.CRITICAL)",
+    "disable": "logging.disable(logging.CRITICAL)",
+}
+"""What a script does where it wants to see no line of ours."""
+
+SPEAKS = """
+import io, logging
+from logging import config
+ini = io.StringIO(
+    "[loggers]\\nkeys=root\\n[handlers]\\nkeys=\\n[formatters]\\nkeys=\\n"
+    "[logger_root]\\nlevel=WARNING\\nhandlers=\\n"
+)
+import autoamp
+import autoamp.tools
+known = logging.root.manager.loggerDict.items()
+names = [n for n, each in known if "autoamp" in n and isinstance(each, logging.Logger)]
+assert len(names) > 20
+IS_ON and autoamp.enable()
+for _ in range(2):  # levels are remembered
+    DOES
+    for name in names:
+        logging.getLogger(name).warning("line of %s", name)
+        logging.getLogger(name).info("news of %s", name)
+assert not IS_ON or logging.getLogger("autoamp").level >= logging.INFO
+print(len(names))
+"""
+
+
+@pytest.mark.parametrize("how", SET_UP)
+@pytest.mark.parametrize("mode", ["convert", "automatic"])
+def test_the_set_up_of_logging_loses_no_line(how: str, mode: str) -> None:
+    is_on = mode == "automatic"
+    source = SPEAKS.replace("DOES", SET_UP[how]).replace("IS_ON", str(is_on))
+    source = source.replace("config.fileConfig", "ini.seek(0); config.fileConfig")
+    done = run_script(source)
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert sum("line of autoamp" in line for line in lines) == 2 * int(done.stdout)
+    assert sum("news" in line for line in lines) == 2 * int(done.stdout) * is_on
+
+
+@pytest.mark.parametrize("how", WANTED)
+@pytest.mark.parametrize("speaks", ["mode", "line at exit"])
+def test_a_script_that_wants_no_lines_gets_none(how: str, speaks: str) -> None:
+    on = speaks == "mode"
+    source = f"import logging, torch\n{WANTED[how]}\n"
+    source += SPEAKS.replace("DOES", WANTED[how]).replace("IS_ON", str(on))
+    source += "torch.nn.Linear(2, 2)(torch.ones(2, 2))\n"
+    done = run_script(source, AUTOAMP_ENABLE="1")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # -- each fact once --------------------------------------------------------------------
 
 

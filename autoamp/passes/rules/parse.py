@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import logging
 import math
 import re
 import stat
@@ -25,6 +24,7 @@ from autoamp.passes.rules.model import (
     Rule,
     is_builtin,
 )
+from autoamp_said import logger_of
 
 MAX_BYTES = 1 << 20
 """Bytes of the largest rules file read; the built-in files are a tenth as large."""
@@ -39,7 +39,7 @@ _CONDITION = ("test", "value", "argument", "category", "reason")
 _CATEGORIES = [c.value for c in Category]
 _TABLES = ["meta", "keep", *_CATEGORIES]
 
-_log = logging.getLogger(__name__)
+_log = logger_of(__name__)
 
 
 class Contents:

@@ -31,8 +31,9 @@ from autoamp.messages import advice, log_once, printable_line
 from autoamp.passes.decide.devices import Curve, Device, Rates, device_of, is_here
 from autoamp.passes.speeds.clock import described, device_name, seconds_of
 from autoamp.passes.speeds.store import Store
+from autoamp_said import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 Times = Mapping[str, float]
 """The name of a probe to the nanoseconds of one call."""

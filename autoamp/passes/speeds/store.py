@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from autoamp.messages import log_once
+from autoamp_said import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 FOLDER = "AUTOAMP_CACHE_DIR"
 """The environment variable that names another folder for measured times.
