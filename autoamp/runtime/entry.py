@@ -12,17 +12,22 @@ import logging
 import threading
 import types
 import weakref
-from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp import compat
 from autoamp.errors import CaptureError
 from autoamp.messages import log_once, signs_of_life
+from autoamp.runtime.aside import (
+    TRANSFORMED,
+    Aside,
+    Rest,
+    captured_often,
+    why_no_graph,
+)
 from autoamp.runtime.compile_backend import (
     ONE_GRAPH,
     RUNS_OUR_PASS,
@@ -30,7 +35,6 @@ from autoamp.runtime.compile_backend import (
     traced_for_us,
     users_backend,
 )
-from autoamp.runtime.eligible import parameters_of
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.forward import plain_function
 from autoamp.runtime.graph import (
@@ -100,9 +104,6 @@ _TRACED = (
     "return True for this model"
 )
 
-_AS_WRITTEN = "calls run in fp32, as they are written, because "
-_INSTEAD = "calls run under torch.autocast instead of rewritten graphs, because "
-
 _FORWARD_MODE = (
     "calls in forward-mode AD (jvp, jacfwd, dual numbers) run in fp32, because its "
     "tangents do not follow low precision"
@@ -149,16 +150,15 @@ class Entry:
         self._modes: set[tuple[bool, bool, bool]] = set()
         self._hooks = Hooks()
         self._without_turn: Program | None = None
-        self._resting: dict[tuple[bool, bool, bool], _Rest] = {}
+        self._resting: dict[tuple[bool, bool, bool], Rest] = {}
         self._compilations = self._graphs_before = 0
         self._in_vain = 0
-        # The reasons why calls run under autocast: of this `forward`, and of all.
-        self._by_autocast = self._left_to_autocast = self._no_graph = ""
-        # Why calls with tensors of these classes run under autocast.
-        self._failed_on: dict[tuple[type, ...], str] = {}
-        # The reason why no more is captured, whether that holds only while modules have
-        # hooks, and whether such calls run in fp32 because they are mostly Python.
-        self._bounded, self._only_hooked, self._is_python = "", False, False
+        # Why no call is captured any more; None while calls are.
+        self._aside: Aside | None = None
+        # Why calls with tensors of these classes stand aside.
+        self._failed_on: dict[tuple[type, ...], Aside] = {}
+        # Why calls stand aside that fit no graph, once Dynamo makes no more.
+        self._past_limit: Aside | None = None
         self._children: dict[str, Entry] = {}
         self._by_backend: dict[int, Entry] = {}
         self._lock = threading.RLock()
@@ -174,10 +174,10 @@ class Entry:
         found.path = self.path
         return found
 
-    def leave_to_autocast(self, why: str) -> None:
+    def leave_to_autocast(self, why: str, *, aloud: bool = False) -> None:
         """Has all calls, of modules inside too, run under `torch.autocast`."""
-        self._by_autocast = self._left_to_autocast = why
-        self.engine.record.note(_INSTEAD + why, aloud=False)
+        self._aside = Aside(why, of_parts=True)
+        self.engine.record.note(self._aside.said, aloud=aloud)
 
     def renew(self, owner: type[nn.Module]) -> None:
         """Makes the `forward` of `owner` the code that is compiled from now on."""
@@ -203,7 +203,7 @@ class Entry:
             # checkpoint again, whose values no transform has wrapped.
             region = compat.past_transforms((args, kwargs, held))
             if region is None:
-                return self._in_region(model, args, kwargs)
+                return self._stand_aside(model, args, kwargs, TRANSFORMED)
             with region:
                 return self(model, args, kwargs)
         if self.engine.record.left_to_script:
@@ -211,12 +211,10 @@ class Entry:
             self.engine.record.aside += 1
             self.engine.record.scaling.ledger.note_called()
             return self._as_written(model, *args, **kwargs)
-        if self._by_autocast or self._is_bounded(model):
-            return self._in_region(model, args, kwargs)
-        if self._failed_on:
-            why = self._failed_on.get(compat.wrappers_in((args, kwargs)), "")
-            if why:
-                return self._in_region(model, args, kwargs, why)
+        if self._aside is not None or self._failed_on:
+            aside = self._aside_of(model, args, kwargs)
+            if aside is not None:
+                return self._stand_aside(model, args, kwargs, aside)
         if compat.any_autocast():
             # Our graphs hold their own casts.  The script's region would cast once more
             # inside them, and a half input would be captured as another graph.
@@ -244,8 +242,9 @@ class Entry:
             # graph: all that Dynamo makes of a function before its recompile limit.
             program = self.program or self._joined(model, args, kwargs)
             self._bound(model)
-            if self._by_autocast or self._is_bounded(model):
-                return self._in_region(model, args, kwargs)
+            aside = self._aside_of(model, args, kwargs)
+            if aside is not None:
+                return self._stand_aside(model, args, kwargs, aside)
             if mode in program.captured_modes:
                 result = self._run(model, args, kwargs)
             else:
@@ -258,11 +257,11 @@ class Entry:
                     result = compat.with_room(self._run, model, args, kwargs, drawn)
             program.captured_modes.add(mode)
             program.tell(self.engine)
-            if not (self._bounded or self._by_autocast):
+            if self._aside is None:
                 announce(self.engine.record)
         self._resting.pop(mode, None)
         if self.engine.rests and self.engine.record.stays_fp32:
-            self._resting[mode] = _Rest(args, kwargs)
+            self._resting[mode] = Rest(args, kwargs)
         self._modes.add(mode)
         if mode[0] and self.engine.record.calls:
             self.engine.record.scaling.ledger.note_called()
@@ -303,7 +302,7 @@ class Entry:
         engine.record.calls += 1
         local, modes = engine.local, compat.Modes()
         runs, rewritten, local.error = local.runs, local.rewritten, None
-        result, no_graph, had = None, "", len(engine.record.graphs)
+        result, is_full, had = None, False, len(engine.record.graphs)
         outer = THREAD.engine, THREAD.as_written, local.regions
         THREAD.engine, THREAD.as_written = engine, False
         local.regions = compat.autocast_nesting()
@@ -311,7 +310,8 @@ class Entry:
             result = program(model, *args, **kwargs)
         except compat.NoMoreGraphsError as full:
             # One line is said of such calls, whatever else differs between them.
-            no_graph = self._no_graph = self._no_graph or str(full)
+            is_full = True
+            self._past_limit = self._past_limit or Aside(str(full), some=True)
         except Exception as caught:
             # Code that raises while Dynamo runs it may leave grad mode, autocast or
             # Dynamo's own callback as they were inside.
@@ -334,11 +334,12 @@ class Entry:
             raise
         finally:
             THREAD.engine, THREAD.as_written, local.regions = outer
-        if no_graph:
-            engine.record.calls -= 1  # the region counts the call
+        if is_full and self._past_limit is not None:
+            engine.record.calls -= 1  # `_stand_aside` counts the call
             engine.record.forget_unused(had)
             self._bound(model)
-            return self._in_region(model, args, kwargs, no_graph)
+            aside = self._aside or self._past_limit
+            return self._stand_aside(model, args, kwargs, aside)
         self._count(model, local.runs - runs, local.rewritten - rewritten)
         return result
 
@@ -353,7 +354,7 @@ class Entry:
             engine.tell()
         if runs:
             self._in_vain = 0
-        elif self._bounded:
+        elif self._aside is not None:
             engine.record.aside += 1
         else:
             self._ran_nothing()
@@ -391,36 +392,39 @@ class Entry:
         said = f"Dynamo failed in a call, which ran under torch.autocast: {why}"
         given = compat.wrappers_in((args, kwargs))
         if given:  # its next call would fail as well, and as late
-            self._failed_on[given] = compat.failure_on(given)
-            said = f"some {_INSTEAD}{self._failed_on[given]}"
+            self._failed_on[given] = Aside(compat.failure_on(given), some=True)
+            said = self._failed_on[given].said
         self.engine.record.note(said)
         return fp32_results(result, low)
 
-    def _in_region(
+    def _aside_of(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Aside | None:
+        """Why a call of `model` stands aside from graphs; None if it is captured."""
+        aside = self._aside
+        if aside is not None and not (
+            aside.while_hooked and not compat.has_hooks(model)
+        ):
+            return aside
+        if not self._failed_on:
+            return None
+        return self._failed_on.get(compat.wrappers_in((args, kwargs)))
+
+    def _stand_aside(
         self,
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        no_graph: str = "",
+        aside: Aside,
     ) -> Any:
-        """Runs the model's own code, as no rewritten graph can run: under autocast.
+        """Runs the model's own code, under autocast where nothing forbids that.
 
-        Args:
-            no_graph: why no graph fits this call, where others have graphs.
+        Raises:
+            CaptureError: `strict` is set.
         """
         engine = self.engine
-        transforms = "of vmap or torch.func"
-        is_transformed = compat.transforms_active()
-        why = self._by_autocast or (transforms if is_transformed else self._bounded)
-        why = why or no_graph
-        instead = _AS_WRITTEN if self._is_python else _INSTEAD
-        if no_graph and why == no_graph:
-            instead = f"some {_INSTEAD}"
         if engine.options.strict:
-            said = _why_no_graph(self.program, self.has_many)
-            if why in (self._bounded, no_graph):
-                said = instead + why
-            raise CaptureError(f"{engine.record.label}: {said}")
+            raise CaptureError(f"{engine.record.label}: {aside.said}")
         engine.record.calls += 1
         engine.record.aside += 1
         engine.record.scaling.ledger.note_called()
@@ -429,18 +433,18 @@ class Entry:
         if compat.forward_mode():
             engine.record.note(_FORWARD_MODE)
             return self._as_written(model, *args, **kwargs)
-        engine.record.note(instead + why)
+        engine.record.note(aside.said)
         # Values leave such code by other ways than its result, and their readers
         # are not written for low precision.
-        if self._is_python:
+        if aside.as_written:
             return self._as_written(model, *args, **kwargs)
         # Nothing scales the loss in such a region: where gradients are recorded it is
         # bf16, whose range is that of fp32.
-        low, cached = unscaled_dtype(engine.record.low), bool(self._left_to_autocast)
+        low = unscaled_dtype(engine.record.low)
         with contextlib.ExitStack() as around:
-            if is_transformed:
+            if compat.transforms_active():
                 around.enter_context(compat.attention_in_one_dtype(low))
-            with autocast_for(model, args, low, cached=cached):
+            with autocast_for(model, args, low, cached=aside.of_parts):
                 result = self._as_written(model, *args, **kwargs)
             return fp32_results(result, low)
 
@@ -459,29 +463,21 @@ class Entry:
             self.leave_to_autocast("it computes on nested tensors")
         amount = self.engine.amount
         why = amount.too_much
-        if not why or self._bounded:
+        if not why or self._aside is not None:
             return
         with self._lock:
+            is_python = amount.is_mostly_python
+            if self.path and not is_python:
+                why = _PARTS.format(amount.graphs)
             # The hooks of a FLOP counter stay for one call: calls without hooks are
             # captured anew.
-            self._only_hooked = compat.has_hooks(model)
-            until = "; a call without hooks is captured" if self._only_hooked else ""
-            self._is_python = amount.is_mostly_python
-            if self.path and not self._is_python:
-                why = _PARTS.format(amount.graphs)
-            self._bounded = why + until
-            if until:
+            while_hooked = compat.has_hooks(model)
+            self._aside = Aside(why, as_written=is_python, while_hooked=while_hooked)
+            if while_hooked:
                 self.engine.amount = compat.Amount()
-            said = _AS_WRITTEN if self._is_python else _INSTEAD
-            self.engine.record.note(said + self._bounded)
+            self.engine.record.note(self._aside.said)
             self._compile()
             self._modes.clear()
-
-    def _is_bounded(self, model: nn.Module) -> bool:
-        """Whether no more of a call of `model` is to be captured."""
-        if not self._bounded:
-            return False
-        return not self._only_hooked or compat.has_hooks(model)
 
     def of_child(self, path: str, owner: type[nn.Module], *, of_class: bool) -> Entry:
         """The entry for calls of the module at `path` that no other call includes."""
@@ -490,7 +486,8 @@ class Entry:
             if found is None or (found.owner, found.of_class) != (owner, of_class):
                 found = Entry(self.engine, owner, of_class=of_class)
                 found.path = path
-                found._by_autocast = found._left_to_autocast = self._left_to_autocast
+                if self._aside is not None and self._aside.of_parts:
+                    found._aside = self._aside
                 self._children[path] = found
         return found
 
@@ -517,7 +514,8 @@ class Entry:
             engine.record.calls -= 1  # `self.encoder.get_num_params()`
             return
         engine.record.aside += 1
-        said = _why_no_graph(self.program, self.has_many)
+        why = why_no_graph(self.program, self.has_many)
+        said = f"a call of 'forward' ran no rewritten graph, so it ran in fp32: {why}"
         if program is not None:
             # Another model that joined would run the code that Dynamo has given up.
             program.stepped_aside = True
@@ -529,12 +527,11 @@ class Entry:
             is_sparse = any(each.is_sparse for each in left)
             self._start_afresh()
             if is_sparse and not engine.options.strict:
-                engine.record.note(_INSTEAD + _SPARSE)
-                self.leave_to_autocast(_SPARSE)
+                self.leave_to_autocast(_SPARSE, aloud=True)
                 return
             # At the recompile limit we go on, because existing graphs still run.
             if self._in_vain >= _MOST_IN_VAIN and not self.has_many:
-                self._by_autocast = "Dynamo captured nothing"
+                self._aside = Aside(why)
         if engine.options.strict:
             raise CaptureError(f"{engine.record.label}: {said}")
         engine.record.note(said)
@@ -555,9 +552,9 @@ class Entry:
             what = None if like is None else (what, self._named_in(model), like)
         program = self._begin(what)
         automatic = self.engine.record.scaling.automatic and not self.path
-        if automatic and not program.captured_modes and (why := _captured_often(model)):
+        if automatic and not program.captured_modes and (why := captured_often(model)):
             self.leave_to_autocast(why)
-            said = f"autoamp: {self.engine.record.label}: {_INSTEAD}{why}"
+            said = f"autoamp: {self.engine.record.label}: {Aside(why).said}"
             log_once(logger, logging.WARNING, said)
         return program
 
@@ -650,121 +647,3 @@ def _apart(
 ) -> Any:
     """Makes a call from the user's compilation, whose graph is broken at the call."""
     return forward.compiled_by(backend)(model, args, kwargs)
-
-
-# -- calls that run no rewritten graph: why, and which need none -----------------------
-
-
-def _why_no_graph(program: Program | None, has_many: bool) -> str:
-    """Says that a call ran no rewritten graph, and why.
-
-    Args:
-        program: the compiled `forward` during the call.
-        has_many: whether Dynamo makes no more graphs of `forward`.
-    """
-    why = _in_the_callers_hands() or _left_by_dynamo(program, has_many)
-    return f"a call of 'forward' ran no rewritten graph, so it ran in fp32: {why}"
-
-
-def _in_the_callers_hands() -> str:
-    if compat.transforms_active():
-        return "vmap, torch.func or forward-mode AD transforms the call"
-    if torch.compiler.is_exporting():
-        return (
-            "torch.export records the model's own code; autoamp.export(model, args) "
-            "exports what a converted model runs"
-        )
-    if compat.jit_tracing():
-        return "torch.jit.trace traces the call"
-    mode = compat.dispatch_mode()
-    if mode:
-        return f"it was called in the dispatch mode {mode}, where Dynamo steps aside"
-    return "a dispatch mode is active" if compat.hides_calls() else ""
-
-
-def _left_by_dynamo(program: Program | None, has_many: bool) -> str:
-    if compat.dynamo_disabled():
-        return "Dynamo is switched off (TORCHDYNAMO_DISABLE, torch._dynamo.config)"
-    if has_many:
-        return (
-            "Dynamo is at the recompile limit (torch._dynamo.config.recompile_limit), "
-            "because each kind of call needs a graph of its own; TORCH_LOGS=recompiles "
-            "shows how the calls differ"
-        )
-    left = program.skipped if program is not None else []
-    error = next((each.error for each in left if each.error), "")
-    if error:
-        return f"Dynamo failed to trace the method: {error}"
-    broken = next((each for each in left if each.is_broken), None)
-    if broken is not None:
-        return (
-            "Dynamo cannot go on after a graph break in the method "
-            f"({broken.broke_at or 'in a loop, a `with`, a `try`'}); "
-            "TORCH_LOGS=graph_breaks tells where"
-        )
-    if any(each.is_empty for each in left):
-        return "Dynamo met no tensor op to capture"
-    return "Dynamo captured nothing; TORCH_LOGS=graph_breaks,recompiles tells why"
-
-
-_MOST_OF_A_CLASS = 4
-"""How many models of one class may be captured round the same weight."""
-
-_CAPTURED: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""For the first weight of models, how many were captured, by their class's name."""
-
-
-def _captured_often(model: nn.Module) -> str:
-    """Notes that `model` is captured; why it should not be, where many like it were."""
-    weight = next(iter(parameters_of(model)), None)
-    if weight is None:
-        return ""
-    counts = _CAPTURED.setdefault(weight, Counter())
-    owner = f"{type(model).__module__}.{type(model).__qualname__}"
-    counts[owner] += 1
-    if counts[owner] <= _MOST_OF_A_CLASS:
-        return ""
-    return (
-        f"{_MOST_OF_A_CLASS} other modules of its class were captured round the same "
-        "weights: make one, and call it each time"
-    )
-
-
-_LARGER = 4
-"""A call with this many times the elements is captured: low precision may pay in it."""
-
-_LONGEST = 1023
-"""The size of a call is looked at after at most this many calls."""
-
-
-class _Rest:
-    """One mode of a model, after a capture in which all ops stayed fp32.
-
-    Calls then run the model's own code, without the guards of a graph.  Only at calls
-    1, 3, 7, 15, … after the capture the size of the arguments is looked at.
-    """
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Args: the arguments of the call that was captured."""
-        self._size = _elements((args, kwargs))
-        self._left = self._since = 0
-
-    def is_over(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call with these arguments should be captured anew."""
-        if self._left:
-            self._left -= 1
-            return False
-        # Looks become rarer, so that small calls cost nothing in the long run.
-        self._left = self._since = min(2 * self._since + 1, _LONGEST)
-        return _elements((args, kwargs)) >= _LARGER * max(self._size, 1)
-
-
-def _elements(given: Any) -> int:
-    """The elements of all tensors in arguments, which may be nested."""
-    if isinstance(given, torch.Tensor):
-        return given.numel()
-    if isinstance(given, dict):
-        given = [*given.values()]
-    if isinstance(given, tuple | list):
-        return sum(map(_elements, given))
-    return 0
