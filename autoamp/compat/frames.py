@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import sys
@@ -187,13 +188,16 @@ def quietly() -> Iterator[None]:
         # Dynamo looks at `.grad` of every input and hides the warning, but not from a
         # filter that makes the warning an error, and the error would end the capture.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")
+        # A filter of its own: the end of a region inside, or of one in another thread,
+        # leaves this region as it is.
+        own = functools.partial(_is_worth_saying)
         for logger in _LOGGERS:
-            logger.addFilter(_is_worth_saying)
+            logger.addFilter(own)
         try:
             yield
         finally:
             for logger in _LOGGERS:
-                logger.removeFilter(_is_worth_saying)
+                logger.removeFilter(own)
 
 
 _LOGGERS = [

@@ -383,6 +383,17 @@ def test_lines_of_torch_on_a_failure_that_we_handle_are_for_who_asks(
         assert rewritten() >= 1
 
 
+def test_a_region_without_torchs_lines_may_lie_in_another(caplog) -> None:
+    torchs, line = logging.getLogger("torch._dynamo.convert_frame"), "WON'T CONVERT f"
+    with autoamp.compat.quietly():
+        with autoamp.compat.quietly():
+            torchs.warning(line)
+        torchs.warning(line)
+        assert line not in caplog.messages
+    torchs.warning(line)
+    assert caplog.messages.count(line) == 1
+
+
 def test_a_long_first_call_shows_signs_of_life(caplog, monkeypatch) -> None:
     module = "autoamp.runtime.entry.signs_of_life"
     signs = functools.partial(autoamp.messages.signs_of_life, every=0.05)
