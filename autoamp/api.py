@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from autoamp import compat
 from autoamp.dtypes import Precision, parse_low_dtype
 from autoamp.errors import OptionError, UnsupportedModelError
-from autoamp.messages import log_once
+from autoamp.messages import class_name, log_once
 from autoamp.passes.given import rewrite_given
 from autoamp.passes.options import (
     Backend,
@@ -27,7 +27,7 @@ from autoamp.passes.rules import Rules
 from autoamp.passes.see.nodes import graph_paths
 from autoamp.report.report import Report
 from autoamp.report.reporting import report_on
-from autoamp.runtime.conversion import conversion_of
+from autoamp.runtime.conversion import REVERTED, conversion_of
 from autoamp.runtime.convert import convert_model, revert_model
 from autoamp.runtime.eligible import choose_graph_precision, fits, unfitting
 from autoamp.runtime.examine import call_keywords, options_for
@@ -205,14 +205,22 @@ def report(model: nn.Module) -> Report:
     """The report on converted `model`, with every graph captured so far.
 
     Raises:
-        UnsupportedModelError: `model` was never converted.
+        UnsupportedModelError: `model` was never converted, or was reverted.
     """
     found = report_on(model)
-    if found is None:
+    if found is not None:
+        return found
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    if any(each in REVERTED for each in modules):
         raise UnsupportedModelError(
-            f"{type(model).__name__} is not converted; call autoamp.convert first"
+            f"{class_name(model)} is converted no more, and its report is gone: "
+            "autoamp.revert or autoamp.disable was called, or the run of a trainer's "
+            "plugin has ended; take the report before that (with Lightning in "
+            "on_train_end)"
         )
-    return found
+    raise UnsupportedModelError(
+        f"{class_name(model)} is not converted; call autoamp.convert first"
+    )
 
 
 def rewrite(

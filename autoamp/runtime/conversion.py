@@ -145,6 +145,9 @@ class Conversion:
 CONVERSIONS: weakref.WeakSet[Conversion] = weakref.WeakSet()
 """The conversions of all models; a model's deep copies share its `call`."""
 
+REVERTED = WeakIdKeyDictionary()
+"""The models that were converted once, and that were reverted."""
+
 DECLINED = WeakIdKeyDictionary()
 """Maps models that were not converted to their state, which is not written on them."""
 

@@ -28,6 +28,7 @@ from autoamp.runtime.children import left_alone, watch
 from autoamp.runtime.conversion import (
     CONVERSIONS,
     DECLINED,
+    REVERTED,
     Conversion,
     conversion_of,
     install,
@@ -331,6 +332,7 @@ def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:
     if isinstance(state, Conversion):
         SHARDED.forget(model)
         call, state.call = state.call, None
+        REVERTED[model] = True
         if call is not None and all(e.engine is not call.engine for e in CONVERSIONS):
             scaling = call.engine.record.scaling
         if state.bound is None or model.__dict__.get("forward") == state.bound:

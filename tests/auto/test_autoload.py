@@ -457,6 +457,25 @@ def test_disable_puts_everything_back(x: Tensor) -> None:
     assert not autoamp.is_converted(other)
 
 
+@pytest.mark.parametrize("end", [autoamp.disable, autoamp.revert])
+@pytest.mark.parametrize("outer", [lambda m: m, nn.Sequential])
+def test_the_report_of_a_model_that_was_reverted_says_so(
+    end: Any, outer: Any, x: Tensor
+) -> None:
+    """The plugin of a trainer ends the mode, which the script may not know."""
+    model = mlp()
+    with pytest.raises(autoamp.UnsupportedModelError) as never:
+        autoamp.report(outer(model))
+    says(str(never.value), "Sequential", option="autoamp.convert")
+    autoamp.enable(**BF16)
+    model(x)
+    assert autoamp.report(model).runs == 1
+    end(model) if end is autoamp.revert else end()
+    with pytest.raises(autoamp.UnsupportedModelError) as reverted:
+        autoamp.report(outer(model))
+    says(str(reverted.value), "Sequential", "report before", option="autoamp.disable")
+
+
 def test_logging_is_put_back(monkeypatch, x: Tensor) -> None:
     before = global_state()
     armed(monkeypatch)
