@@ -29,6 +29,7 @@ from autoamp.compat.patches import *
 from autoamp.compat.places import *
 from autoamp.compat.recording import *
 from autoamp.compat.tensors import *
+from autoamp.compat.traced_calls import *
 from autoamp.compat.tracing import *
 from autoamp.compat.transforms import *
 from autoamp.compat.user_frames import *

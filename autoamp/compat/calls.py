@@ -26,6 +26,7 @@ from autoamp.compat.frames import never_a_graph_by_itself
 from autoamp.compat.gradients import never_captured
 from autoamp.compat.modes import frame_callback
 from autoamp.compat.tensors import modules_of
+from autoamp.compat.traced_calls import end_traced, hear_traced
 
 _NAME = "_compiled_call_impl"
 
@@ -105,13 +106,19 @@ def _tell(told: Listener, module: nn.Module, is_off: bool) -> None:
     told(module, is_off)
 
 
+def _tell_of_traced(module: nn.Module) -> None:
+    told = _WATCHED.get(id(module))
+    if told is not None:
+        told(module, False)
+
+
 never_a_graph_by_itself(_Read.__get__)
 never_a_graph_by_itself(_surrounded)
 _READ = _Read()
 
 
 def watch_calls(inside: Iterable[int], around: int, told: Listener) -> None:
-    """Has `told` hear of each call of the modules in a model, but not in a trace.
+    """Has `told` hear of each call of the modules in a model, made or traced by Dynamo.
 
     Modules that the model is given later are heard of too.  A module has one listener,
     the last.
@@ -124,6 +131,7 @@ def watch_calls(inside: Iterable[int], around: int, told: Listener) -> None:
     _WATCHED.update(known)
     _GROWING.update(known | {around: told})
     _begin_reading()
+    hear_traced(_tell_of_traced)
     if not _HOOK:
         _HOOK.append(module_code.register_module_module_registration_hook(_given))
 
@@ -186,4 +194,5 @@ def end_watch(told: Listener, ids: Iterable[int] | None = None) -> None:
             _GROWING.pop(key, None)
     if not _GROWING and _HOOK:
         _HOOK.pop().remove()
+        end_traced()
     end_calls(ids, told)

@@ -13,6 +13,7 @@ import torch._dynamo
 from torch import fx
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import InvalidBackend, RestartAnalysis
+from torch._dynamo.variables import higher_order_ops
 from torch.autograd import forward_ad
 
 from autoamp.compat.distributed import active_ddp, in_buckets, splits_for_ddp
@@ -100,7 +101,8 @@ def inductor_permutes() -> bool:
 def tracing_backend() -> tuple[Callable[..., Any] | None, bool]:
     """The backend of the compilation that is tracing now; None where it is unknown.
 
-    The second result is whether the graph may be broken: False under `fullgraph=True`.
+    The second result is whether the graph may be broken: False under `fullgraph=True`,
+    and in a branch of `torch.cond` or the body of a loop of torch's.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -108,7 +110,17 @@ def tracing_backend() -> tuple[Callable[..., Any] | None, bool]:
         tx: Any = InstructionTranslator.current_tx()
     except AttributeError:  # nothing is being traced
         return None, False
-    return tx.output.compiler_fn, not (tx.one_graph or tx.error_on_graph_break)
+    around = tx.output.current_tracer.source_fn_stack
+    is_whole = any(_fallback.get(name) is False for name, _ in around)
+    may_break = not (tx.one_graph or tx.error_on_graph_break or is_whole)
+    return tx.output.compiler_fn, may_break
+
+
+_fallback: dict[str, bool | None] = {
+    name: getattr(kind, "_ALLOW_FALLBACK_TO_EAGER", None)
+    for name, kind in higher_order_ops._hop_name_to_variable_class.items()
+}
+"""Whether Dynamo leaves an op that has graphs of its own to Python at a graph break."""
 
 
 def as_dynamo_gave(ready: fx.GraphModule, captured: fx.GraphModule) -> None:

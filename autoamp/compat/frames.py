@@ -20,6 +20,7 @@ import torch._dynamo.types
 from torch import nn
 from torch._dynamo.utils import counters
 
+from autoamp.compat.traced_calls import is_traced, traced_callers
 from autoamp.messages import printable_line
 
 ConvertFrameReturn: Any = torch._dynamo.types.ConvertFrameReturn
@@ -59,17 +60,21 @@ def first_argument(frame: types.FrameType) -> Any:
     return found
 
 
-def callers(most: int) -> Iterator[tuple[types.FrameType, Any]]:
+def callers(most: int) -> Iterator[tuple[types.CodeType, Any]]:
     """The functions that Python's stack shows, each with its first argument.
 
     The innermost of `most` frames comes first; a function without arguments is none.
+    Functions that Dynamo traces, which are on no stack, come before all.
     """
+    yield from traced_callers()
     frame: types.FrameType | None = sys._getframe(1)
-    for _ in range(most):
-        if frame is None:
-            return
-        if frame.f_code.co_argcount:
-            yield frame, first_argument(frame)
+    # Between a traced function and its caller stand dozens of Dynamo's own frames.
+    passed = "torch._dynamo" if is_traced() else ()
+    while frame is not None and most > 0:
+        if not frame.f_globals.get("__name__", "").startswith(passed):
+            most -= 1
+            if frame.f_code.co_argcount:
+                yield frame.f_code, first_argument(frame)
         frame = frame.f_back
 
 

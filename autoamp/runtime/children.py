@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from autoamp import compat
 from autoamp.messages import class_name
+from autoamp.runtime.compile_backend import is_ours, traced_for_us
 from autoamp.runtime.conversion import (
     CONVERSIONS,
     REPLACED,
@@ -33,6 +34,7 @@ from autoamp.runtime.conversion import (
     uninstall,
 )
 from autoamp.runtime.eligible import parameters_of
+from autoamp.runtime.entry import Entry
 from autoamp.runtime.program import STATE, THREAD, inside_a_call, inside_captured_code
 from autoamp.training import foreign
 from autoamp_heat import is_no_model
@@ -114,9 +116,9 @@ def caller_of(module: nn.Module) -> nn.Module | None:
 
 def _methods_around(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The methods of models that hold `module` and are calling it, innermost first."""
-    for frame, owner in compat.callers(_DEEPEST):
+    for code, owner in compat.callers(_DEEPEST):
         if isinstance(owner, nn.Module) and owner is not module:
-            name = frame.f_code.co_name
+            name = code.co_name
             # A function that is given the model, such as `train(model)`, is no method.
             is_own = hasattr(type(owner), name) and not hasattr(nn.Module, name)
             holds = (each is module for each in compat.modules_of(owner))
@@ -130,12 +132,12 @@ def is_aside(module: nn.Module) -> bool:
     What is measured is measured in fp32, and so is a table that a model's `__init__`
     stores in a buffer, or the shape that it asks a part of its own for.
     """
-    for frame, owner in compat.callers(_DEEPEST):
+    for code, owner in compat.callers(_DEEPEST):
         if owner is module:
             continue
         if is_no_model(owner):
             return True
-        making = frame.f_code.co_name == "__init__" and isinstance(owner, nn.Module)
+        making = code.co_name == "__init__" and isinstance(owner, nn.Module)
         if making and any(each is module for each in compat.modules_of(owner)):
             return True
     return False
@@ -244,7 +246,8 @@ class _Watch:
         if state is None or state.call is None:
             return
         record, root = state.call.engine.record, state.model
-        if THREAD.off:
+        # What Dynamo traces in a region of `disabled()` may run again outside of it.
+        if THREAD.off and not compat.is_traced():
             record.scaling.ledger.note_called()
             return
         if root is None:
@@ -252,6 +255,8 @@ class _Watch:
             return
         # A region that a backward recomputes must run as in the forward.
         if inside_captured_code(is_off=is_off) or compat.inside_backward():
+            return
+        if compat.is_traced() and _is_traced_whole():
             return
         if record.scaling.automatic and not inside_a_call():
             return  # the automatic mode sees this call itself
@@ -267,6 +272,18 @@ class _Watch:
             capture_part(choice.target, root)
         if choice.final:
             compat.end_calls([id(module)], self)
+
+
+def _is_traced_whole() -> bool:
+    """Whether the call that Dynamo traces is a part of what is rewritten, or is to be.
+
+    Our backends rewrite the graph that the call is traced into, and where a compilation
+    must stay one graph, the converted module around the call has decided for its parts.
+    """
+    backend, _ = compat.tracing_backend()
+    if traced_for_us() or is_ours(compat.unwrapped_backend(backend)):
+        return True
+    return any(isinstance(owner, Entry) for _, owner in compat.traced_callers())
 
 
 def _is_called_in_another(module: nn.Module, root: nn.Module) -> bool:

@@ -299,25 +299,27 @@ def traced_for_us() -> bool:
 
     True under `torch._dynamo.explain` too, with which users ask about the model's own
     code.  The answer can be a constant, because only we call the code that we compile.
+    (Whether autoamp is switched off here is no constant: the user's code may be called
+    again elsewhere.)
     """
-    return inside_a_call() or THREAD.off > 0 or compat.is_asked_by_dynamo()
+    return inside_a_call() or compat.is_asked_by_dynamo()
 
 
 USERS_BACKENDS: list[Callable[..., Any]] = []
 """The backends of the user's own compilations in which a converted model was met."""
 
 
-ONE_GRAPH, RUNS_OUR_PASS = -1, -2
+ONE_GRAPH, AS_WRITTEN = -1, -2
 """Answers in place of a position in `USERS_BACKENDS`.
 
-`ONE_GRAPH`: the graph must not be broken.  `RUNS_OUR_PASS`: the backend runs our pass
-anyway.
+`ONE_GRAPH`: the graph must not be broken.  `AS_WRITTEN`: the backend runs our pass
+anyway, or autoamp is switched off for a graph that must not be broken.
 """
 
 
 _IN_ONE_GRAPH = (
-    "a converted model is called in a compilation with fullgraph=True, where its "
-    "rewritten graphs cannot run{}; "
+    "a converted model is called in a compilation with fullgraph=True, or in a branch "
+    "or loop of torch's, where its rewritten graphs cannot run{}; "
 )
 
 _STANDS_IN = (
@@ -332,7 +334,7 @@ _INSTEAD = 'drop fullgraph=True, or use torch.compile(..., backend="autoamp")'
 def users_backend(strict: bool) -> int:
     """The position in `USERS_BACKENDS` of the backend that Dynamo traces for now.
 
-    The answer may also be `ONE_GRAPH` or `RUNS_OUR_PASS`.
+    The answer may also be `ONE_GRAPH` or `AS_WRITTEN`.
 
     Raises:
         CaptureError: the graph must not be broken, and the model is `strict`.
@@ -341,12 +343,16 @@ def users_backend(strict: bool) -> int:
     backend = compat.without_buckets(backend)
     if is_ours(compat.unwrapped_backend(backend)):
         expect_no_calls()
-        return RUNS_OUR_PASS
+        return AS_WRITTEN
     if backend is None or not may_break:
         expect_no_calls()
+        if THREAD.off:
+            return AS_WRITTEN
         if strict:
             raise CaptureError(_IN_ONE_GRAPH.format("") + _INSTEAD)
-        logger.warning("autoamp: %s%s", _IN_ONE_GRAPH.format(_STANDS_IN), _INSTEAD)
+        said = f"autoamp: {_IN_ONE_GRAPH.format(_STANDS_IN)}{_INSTEAD}"
+        # One graph may hold the calls of many modules, and one line is enough.
+        log_once(logger, logging.WARNING, said, of=backend)
         return ONE_GRAPH
     for index, known in enumerate(USERS_BACKENDS):
         if known is backend:

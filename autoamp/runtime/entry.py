@@ -29,8 +29,8 @@ from autoamp.runtime.aside import (
     why_no_graph,
 )
 from autoamp.runtime.compile_backend import (
+    AS_WRITTEN,
     ONE_GRAPH,
-    RUNS_OUR_PASS,
     USERS_BACKENDS,
     traced_for_us,
     users_backend,
@@ -189,6 +189,9 @@ class Entry:
             self._resting.clear()
             self._by_backend.clear()
 
+    # A compilation of the user's may leave our `forward` to Python (of an LSTM), and
+    # would go on to this code, for which torch 2.13 makes bytecode that is wrong.
+    @compat.never_captured
     def __call__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -480,15 +483,18 @@ class Entry:
             self._modes.clear()
 
     def of_child(self, path: str, owner: type[nn.Module], *, of_class: bool) -> Entry:
-        """The entry for calls of the module at `path` that no other call includes."""
-        with self._lock:
-            found = self._children.get(path)
-            if found is None or (found.owner, found.of_class) != (owner, of_class):
-                found = Entry(self.engine, owner, of_class=of_class)
-                found.path = path
-                if self._aside is not None and self._aside.of_parts:
-                    found._aside = self._aside
-                self._children[path] = found
+        """The entry for calls of the module at `path` that no other call includes.
+
+        One thread asks at a time: the caller has a lock.  (Under the lock of this entry
+        a first call in another thread may be waiting for Dynamo's, which we hold.)
+        """
+        found = self._children.get(path)
+        if found is None or (found.owner, found.of_class) != (owner, of_class):
+            found = Entry(self.engine, owner, of_class=of_class)
+            found.path = path
+            if self._aside is not None and self._aside.of_parts:
+                found._aside = self._aside
+            self._children[path] = found
         return found
 
     def compiled_by(self, backend: int) -> Entry:
@@ -625,7 +631,7 @@ class Entry:
             return plain(model, *args, **kwargs)
         options = self.engine.options
         backend = users_backend(options.strict)
-        if backend == RUNS_OUR_PASS:
+        if backend == AS_WRITTEN:
             return plain(model, *args, **kwargs)
         if backend != ONE_GRAPH:
             return _apart(self, backend, model, args, kwargs)
