@@ -170,6 +170,12 @@ def _kinds_unknown_in(path: Path_) -> list[str]:
 
 
 def _save(program: torch.export.ExportedProgram, draft: Path) -> None:
+    if not program.graph_signature.output_specs:
+        raise ExportError(
+            "the model returns an empty container, and torch writes no file of a "
+            "program without results: return a tensor or None from the model, or leave "
+            "out= away and use the program that export returns"
+        )
     held = io.BytesIO()  # torch's writer of files ends the process on a full disk
     with warnings.catch_warnings():
         # Torch warns of each weight with its channels last, and writes it all the same.

@@ -17,12 +17,13 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from torch import nn
 
 import autoamp
 from autoamp.tools.export_plan import keep_plan
 from tests.logs import warned
 from tests.says import says
-from tests.small_models import BF16
+from tests.small_models import BF16, Of
 from tests.tools.export.programs import FP16, X, edited, plan_of, run, two
 
 
@@ -268,6 +269,21 @@ def test_what_onnx_refuses_is_not_written(
     with pytest.raises(autoamp.ExportError) as raised:
         export(tmp_path / "m.onnx", "onnx")
     says(raised, "node_x: no such type")
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("empty", [(), {}])
+def test_a_model_without_results_is_told_of(empty: Any, tmp_path: Path) -> None:
+    layer = nn.Linear(8, 8)
+
+    def forward(_: Any, x: torch.Tensor) -> Any:
+        layer(x)
+        return empty
+
+    model = Of(forward, layer=layer)
+    with pytest.raises(autoamp.ExportError) as raised:
+        autoamp.export(model, (torch.ones(2, 8),), out=tmp_path / "m.pt2", **BF16)
+    says(raised, "empty", option="out=")
     assert [*tmp_path.iterdir()] == []
 
 
