@@ -303,7 +303,7 @@ class Engine:
         if prepared.edge.devices or _runs_low(prepared):
             scaling.ledger.note_low()
         if prepared.rewritten is None:
-            chosen = counting_runs(self.local, prepared.run)
+            chosen = counting_runs(self.local, captured)
         elif prepared.edge.devices:
             # Compiled code has no nodes between which gradients could be measured.
             is_scaled = needs_loss_scale(low) and self.runs_as_is

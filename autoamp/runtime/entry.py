@@ -327,7 +327,7 @@ class Entry:
                 raise
             if drawn is not None:
                 drawn.restore()
-            engine.record.forget(had)
+            engine.record.forget(had, local.runs - runs)
             result = self._in_python(caught, model, args, kwargs)
             if not traced:
                 engine.record.aside += 1
@@ -339,10 +339,12 @@ class Entry:
             THREAD.engine, THREAD.as_written, local.regions = outer
         if is_full and self._past_limit is not None:
             engine.record.calls -= 1  # `_stand_aside` counts the call
-            engine.record.forget_unused(had)
+            engine.record.forget(had, local.runs - runs)
             self._bound(model)
             aside = self._aside or self._past_limit
             return self._stand_aside(model, args, kwargs, aside)
+        if engine.record.unfinished:
+            engine.record.keep_run()
         self._count(model, local.runs - runs, local.rewritten - rewritten)
         return result
 

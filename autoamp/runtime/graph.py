@@ -224,11 +224,13 @@ def _recorder(skip_watch: SkipWatch, captured: Graph) -> Recorder:
     return Recorder(trail, exact=skip_watch.asks_fp32, here=here)
 
 
-def counting_runs(local: Local, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, with its runs counted in `local`."""
+def counting_runs(local: Local, captured: Graph) -> Callable[..., Any]:
+    """What runs a graph that the pass failed on, with its runs counted."""
+    run = captured.prepared.run
 
     def call(*args: Any) -> Any:
         local.runs += 1
+        captured.runs += 1
         return run(*args)
 
     return call

@@ -79,6 +79,7 @@ class Record:
         low: the compute dtype.
         scaling: the conversion's loss scaling.
         graphs: every captured graph, in order of capture.
+        unfinished: graphs that failed calls captured, and no finished call has run.
         skipped: the parts that were not converted.
         calls: calls of the models so far.
         aside: calls that ran no rewritten graph.
@@ -94,6 +95,7 @@ class Record:
     low: torch.dtype
     scaling: ModelScaling
     graphs: list[Graph] = field(default_factory=list)
+    unfinished: list[Graph] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     calls: int = 0
     aside: int = 0
@@ -141,19 +143,26 @@ class Record:
         if why:
             self.skipped.append(Skipped(f"graph {len(self.graphs) - 1}", why))
 
-    def forget_unused(self, had: int) -> None:
-        """Drops the graphs after the first `had` that no call has run.
+    def forget(self, had: int, ran: int) -> None:
+        """Sets graphs after the first `had` aside, as the call that made them failed.
 
-        Dynamo may fail after it has handed in a graph, of which the report would count
-        ops that never ran.
+        A graph that a finished call has run, in another thread, stays.
+
+        Args:
+            ran: how many graphs the failed call ran, which no report counts.
         """
-        self.graphs[had:] = [
-            each for each in self.graphs[had:] if each.runs or each.rewritten is None
-        ]
+        new = self.graphs[had:]
+        for each in new if ran else ():
+            each.runs = 0
+            each.sizes.clear()
+        self.graphs[had:] = [each for each in new if each.runs]
+        self.unfinished += [each for each in new if not each.runs]
 
-    def forget(self, had: int) -> None:
-        """Drops the graphs after the first `had`: the call that ran them has failed."""
-        del self.graphs[had:]
+    def keep_run(self) -> None:
+        """Keeps the graphs of failed calls that a finished call has run since."""
+        for each in [each for each in self.unfinished if each.runs]:
+            self.unfinished.remove(each)
+            self.graphs.append(each)
 
     def leave_out(self, problem: str) -> None:
         """Keeps the reason why the next graph cannot even be run as it is."""

@@ -327,6 +327,32 @@ def test_threads_that_race_at_a_new_size_all_run_rewritten_graphs() -> None:
     assert autoamp.report(model).runs == 2 * (MANY + 1)
 
 
+class FailsOnce(Block):
+    """Its first call fails between its two graphs, as Dynamo itself may fail."""
+
+    failed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(_passed(self, super().forward(x)))
+
+
+@torch._dynamo.disable
+def _passed(block: FailsOnce, x: Tensor) -> Tensor:
+    if not block.failed:
+        block.failed = True
+        raise torch._dynamo.exc.InternalTorchDynamoError("a fault of Dynamo's")
+    return x
+
+
+def test_a_graph_of_a_failed_call_is_told_of_once_a_finished_call_runs_it() -> None:
+    model = autoamp.convert(FailsOnce(8), **BF16)
+    model(torch.randn(2, 8))
+    assert (autoamp.report(model).runs, low_products(model)) == (0, 0)
+    for calls in (1, 2):
+        model(torch.randn(2, 8))
+        assert (autoamp.report(model).runs, low_products(model)) == (2 * calls, 2)
+
+
 def error_of(model: nn.Module) -> str:
     try:
         model(torch.randn(1, 8))
