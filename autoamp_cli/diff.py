@@ -53,7 +53,7 @@ def diff(
     refuse_unwritable(json_to)
     with waiting("comparing"):
         from autoamp.errors import AutoampError
-        from autoamp.passes.saved import diff as compared
+        from autoamp.passes.saved_reports import diff as compared
 
         try:
             _refuse_to_replace(json_to)
@@ -103,6 +103,6 @@ def _report(path: str) -> Any:
         from autoamp.report.page.read import page_at, report_of_page
 
         return report_of_page(path, page_at(path))
-    from autoamp.passes.saved import load
+    from autoamp.passes.saved_reports import load
 
     return load(path)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from autoamp.messages import counted, printable_line
 from autoamp.passes.rows import CastRow, OpRow
-from autoamp.passes.saved import Change, Diff
+from autoamp.passes.saved_reports import Change, Diff
 
 _Rows = tuple[str, Sequence[Any], Sequence[str], Callable[[Any], Sequence[str]]]
 """The title of a table, its entries, its columns, and the cells of an entry."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.passes.check.saved import saved_bytes
+from autoamp.passes.check.saved_bytes import saved_bytes
 from autoamp.tools.count import CountingMode, Phase
 
 from . import processes, report, training

@@ -24,7 +24,7 @@ from rich.progress import track
 from torch import fx
 
 import autoamp
-from autoamp.passes.record import Rewritten, Setting
+from autoamp.passes.graph_record import Rewritten, Setting
 from autoamp.passes.run import rewrite_normalised
 from autoamp.training.options import Options
 from tests.conformance.graphs import Recipe

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from autoamp.passes.check.saved import SavedBytes, saved_bytes
+from autoamp.passes.check.saved_bytes import SavedBytes, saved_bytes
 from autoamp.tools.count import CountingMode, Counts, count_ops
 
 from .errors import (

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES, short_name
-from autoamp.passes.check.saved import storage_key
+from autoamp.passes.check.saved_bytes import storage_key
 from autoamp.passes.ops import HIDDEN_WRITES
 from autoamp.tools.count import DispatchMode, Phase, phase, tensors_of
 

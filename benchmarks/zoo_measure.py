@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.passes.check.saved import saved_bytes
+from autoamp.passes.check.saved_bytes import saved_bytes
 from autoamp.tools.count import count_ops
 
 from .conformance import cost_shortfalls

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from autoamp.passes.decide.devices import named_device
-from autoamp.passes.record import Prepared, Setting
+from autoamp.passes.graph_record import Prepared, Setting
 from autoamp.passes.run import prepare
 from autoamp.runtime import engine
 

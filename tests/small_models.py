@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autoamp
 from autoamp.dtypes import parse_low_dtype
 from autoamp.passes import list as passes
-from autoamp.passes.record import Rewritten
+from autoamp.passes.graph_record import Rewritten
 from autoamp.passes.rules import Category, Rule, Rules
 from autoamp.passes.run import rewrite_graph
 from autoamp.training.options import Options

@@ -17,7 +17,7 @@ from autoamp import compat
 from autoamp.auto.environment import Settings
 from autoamp.auto.report_dir import Recorder
 from autoamp.messages import class_name, log_left_to_autocast, log_once, printable
-from autoamp.runtime.children import (
+from autoamp.runtime.called_parts import (
     caller_of,
     capture_part,
     choose,

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from autoamp.files import write_whole
 from autoamp.report.reporting import report_of
+from autoamp.runtime.conversion_record import Record
 from autoamp.runtime.engine import Engine
-from autoamp.runtime.record import Record
 from autoamp_said import logger_of, own_rank
 
 logger = logger_of(__name__)

@@ -10,13 +10,13 @@ The rest of the package asks for the public names of the files below as `compat.
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from autoamp.compat.backends import *
 from autoamp.compat.calls import *
-from autoamp.compat.capture import *
+from autoamp.compat.compiled_forward import *
 from autoamp.compat.custom_functions import *
 from autoamp.compat.device import *
 from autoamp.compat.distributed import *
 from autoamp.compat.dtensors import *
-from autoamp.compat.entry import *
 from autoamp.compat.exporting import *
 from autoamp.compat.frames import *
 from autoamp.compat.free_sizes import *
@@ -27,7 +27,7 @@ from autoamp.compat.limits import *
 from autoamp.compat.modes import *
 from autoamp.compat.patches import *
 from autoamp.compat.places import *
-from autoamp.compat.recording import *
+from autoamp.compat.running_trace import *
 from autoamp.compat.tensors import *
 from autoamp.compat.traced_calls import *
 from autoamp.compat.tracing import *

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_code
 
-from autoamp.compat.capture import uncompiled
+from autoamp.compat.backends import uncompiled
 from autoamp.compat.frames import never_a_graph_by_itself
 from autoamp.compat.gradients import never_captured
 from autoamp.compat.modes import frame_callback

@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autoamp.compat.capture import forward_mode, transforms_active
+from autoamp.compat.backends import forward_mode, transforms_active
 from autoamp.compat.gradients import inside_backward
 from autoamp.compat.modes import any_autocast, autocast_off
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch.utils import _pytree as pytree
 
-from autoamp.compat.capture import hides_calls
+from autoamp.compat.backends import hides_calls
 from autoamp.compat.frames import ConvertFrameReturn, Left, Since, lock
 from autoamp.compat.layers import PACKED, layer_captured, layer_left, recurrent_results
 from autoamp.compat.modes import any_autocast

@@ -59,12 +59,13 @@ from autoamp.passes.decide.assign import assign
 from autoamp.passes.decide.classify import classify
 from autoamp.passes.decide.cost import as_authors_ask, price_graph
 from autoamp.passes.decide.devices import Device, main_device
-from autoamp.passes.functions.attention import attention, traced_attention
-from autoamp.passes.kernels.attention import attention_at
-from autoamp.passes.kernels.convolutions import depthwise_at
+from autoamp.passes.functions.attention import attention, attention_at, traced_attention
+from autoamp.passes.functions.convolutions import depthwise_at
+from autoamp.passes.functions.norms import norm_at
+from autoamp.passes.graph_record import Rewritten
+from autoamp.passes.kernels.chains import softmax_at
+from autoamp.passes.kernels.find_rotary import with_rotary
 from autoamp.passes.kernels.fuse import fuse
-from autoamp.passes.kernels.norms import norm_at, softmax_at
-from autoamp.passes.kernels.rotary import with_rotary
 from autoamp.passes.kernels.table import (
     ACCUMULATORS,
     ATTENTION_BACKWARD,
@@ -73,21 +74,20 @@ from autoamp.passes.kernels.table import (
     TOGETHER,
 )
 from autoamp.passes.options import PassOptions
-from autoamp.passes.record import Rewritten
 from autoamp.passes.see.facts import collect_facts
 from autoamp.passes.speeds.speeds import device_for
 from autoamp.passes.write.accumulators import with_sums, with_weight_gradients
 from autoamp.passes.write.bindings import with_bindings
 from autoamp.passes.write.casts import insert_casts
 from autoamp.passes.write.copied import clean_up, with_targets
-from autoamp.passes.write.for_compilers import for_compilers
-from autoamp.passes.write.hoist_weight_casts import folded_in, hoist_weight_casts
-from autoamp.passes.write.layouts import FORMATS, choose_layouts, convolved, lay_out
-from autoamp.passes.write.meshes import (
+from autoamp.passes.write.dtensor_calls import (
     with_calls_once,
     with_low_gathers,
     with_mesh_calls,
 )
+from autoamp.passes.write.for_compilers import for_compilers
+from autoamp.passes.write.hoist_weight_casts import folded_in, hoist_weight_casts
+from autoamp.passes.write.layouts import FORMATS, choose_layouts, convolved, lay_out
 from autoamp.passes.write.scale_edge import scale_edge
 from autoamp.passes.write.together import with_uses_together
 from autoamp.passes.write.unbind import with_unbind

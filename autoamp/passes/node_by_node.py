@@ -12,7 +12,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.dtypes import needs_loss_scale
 from autoamp.passes.functions import checkpointed
-from autoamp.passes.write.meshes import crossed, stands_in
+from autoamp.passes.write.dtensor_calls import crossed, stands_in
 
 
 class Observer:

@@ -1,7 +1,7 @@
 """The rows of a report: one per float op, one per cast, and the cost of each placement.
 
 Text, JSON, page, Graphviz and `diff` read these rows, whether a report was made from
-the records of the passes (`Section`) or read from a file (`saved.py`).
+the records of the passes (`Section`) or read from a file (`saved_reports.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autoamp.passes.decide.devices import Device
 from autoamp.passes.decide.flops import flops_of
 from autoamp.passes.decide.policies import POLICIES, project
 from autoamp.passes.decide.verdict import CEILING
-from autoamp.passes.record import Rewritten
+from autoamp.passes.graph_record import Rewritten
 from autoamp.passes.rules import Category
 from autoamp.passes.see.facts import NodeFacts
 from autoamp.passes.see.nodes import KERNEL

@@ -20,10 +20,10 @@ from autoamp.errors import AutoampError, CaptureError
 from autoamp.messages import printable_line
 from autoamp.passes.check.checks import Checks
 from autoamp.passes.functions import checkpoint_as_python_does
+from autoamp.passes.graph_record import Prepared, Rewritten, Setting
 from autoamp.passes.list import PASSES, LeaveOut, Pass, Phase
 from autoamp.passes.options import PassOptions
-from autoamp.passes.record import Prepared, Rewritten, Setting
-from autoamp.passes.see.meshes import ON_MESH
+from autoamp.passes.see.dtensors_as_whole import ON_MESH
 from autoamp.passes.see.normalise import UNTRACED, Normalised, normalise
 from autoamp.passes.see.regions import BODY_LEFT, BODY_RECORDS, LOWERED_BODY
 from autoamp.passes.write.for_compilers import compiled

@@ -29,7 +29,7 @@ from autoamp.passes.decide.cost import (
 from autoamp.passes.decide.devices import NEUTRAL
 from autoamp.passes.decide.flops import flops_of
 from autoamp.passes.decide.policies import POLICIES
-from autoamp.passes.record import Rewritten
+from autoamp.passes.graph_record import Rewritten
 from autoamp.passes.rows import (
     AUTOCAST,
     OURS,

@@ -12,7 +12,7 @@ from autoamp.messages import class_name
 from autoamp.report.figures import LossScaleReport, Range, coverage_of, ranges_of
 from autoamp.report.report import Report
 from autoamp.runtime.conversion import conversion_of
-from autoamp.runtime.record import Record
+from autoamp.runtime.conversion_record import Record
 from autoamp.training import halves
 from autoamp.training.meter import shares_of
 from autoamp.training.scaling import ModelScaling

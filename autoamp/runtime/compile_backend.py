@@ -23,10 +23,10 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.errors import CaptureError
 from autoamp.messages import log_left_to_autocast, log_once, printable_line
+from autoamp.runtime.conversion_record import Record, announce
 from autoamp.runtime.eligible import choose_device_precision
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.program import THREAD, inside_a_call
-from autoamp.runtime.record import Record, announce
 from autoamp.training.attach import new_scaling
 from autoamp.training.options import ConvertOptions, Options
 from autoamp.training.scale import resolve_loss_scale

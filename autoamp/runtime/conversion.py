@@ -19,11 +19,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autoamp import compat
 from autoamp.dtypes import short_name
 from autoamp.messages import class_name
+from autoamp.runtime.conversion_record import Skipped
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.entry import Entry
 from autoamp.runtime.forward import make_forward
 from autoamp.runtime.program import STATE
-from autoamp.runtime.record import Skipped
 from autoamp_said import logger_of
 
 logger = logger_of(__name__)
@@ -50,7 +50,7 @@ class Conversion:
             user's still held our `forward`.
         replaced: the instance's own attributes that ours have replaced, by name.
         declined: why the model was not converted.
-        watch: hears of the calls of the modules in the model (`children.py`), or None.
+        watch: hears of the calls of modules in the model (`called_parts.py`), or None.
     """
 
     def __init__(

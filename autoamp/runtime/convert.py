@@ -24,7 +24,7 @@ from autoamp import compat
 from autoamp.dtypes import UNSCALED, largest, short_name
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.messages import class_name, log_once
-from autoamp.runtime.children import left_alone, watch
+from autoamp.runtime.called_parts import left_alone, watch
 from autoamp.runtime.conversion import (
     CONVERSIONS,
     DECLINED,
@@ -35,6 +35,7 @@ from autoamp.runtime.conversion import (
     models_of,
     uninstall,
 )
+from autoamp.runtime.conversion_record import Record, Skipped
 from autoamp.runtime.eligible import (
     NAME_IT,
     choose_precision,
@@ -48,7 +49,6 @@ from autoamp.runtime.engine import Engine
 from autoamp.runtime.entry import Entry
 from autoamp.runtime.kept import capture_now
 from autoamp.runtime.program import STATE
-from autoamp.runtime.record import Record, Skipped
 from autoamp.training.attach import (
     attached,
     detach_from,

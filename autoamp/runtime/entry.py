@@ -35,6 +35,7 @@ from autoamp.runtime.compile_backend import (
     traced_for_us,
     users_backend,
 )
+from autoamp.runtime.conversion_record import announce, tell_progress
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.forward import plain_function
 from autoamp.runtime.graph import (
@@ -51,7 +52,6 @@ from autoamp.runtime.program import (
     tell_ranks,
     under_compilation,
 )
-from autoamp.runtime.record import announce, tell_progress
 from autoamp_said import logger_of
 
 logger = logger_of(__name__)

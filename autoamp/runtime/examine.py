@@ -21,8 +21,8 @@ from autoamp import compat
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.messages import class_name
 from autoamp.passes.decide.devices import Device
+from autoamp.passes.graph_record import Prepared, Rewritten, Setting
 from autoamp.passes.options import PassOptions
-from autoamp.passes.record import Prepared, Rewritten, Setting
 from autoamp.passes.run import as_it_is, rewrite_normalised
 from autoamp.passes.see.normalise import Normalised
 from autoamp.removed import OPTIONS as REMOVED
@@ -31,11 +31,11 @@ from autoamp.runtime.conversion import (
     install,
     without_ours,
 )
+from autoamp.runtime.conversion_record import Record
 from autoamp.runtime.eligible import for_model, unsupported
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.entry import Entry
 from autoamp.runtime.graph import Graph
-from autoamp.runtime.record import Record
 from autoamp.training.attach import end_scaling, new_scaling
 from autoamp.training.options import OPTION_NAMES, Options
 from autoamp.training.scale import resolve_loss_scale

@@ -21,15 +21,15 @@ from autoamp.dtypes import LOW_DTYPES, UNSCALED
 from autoamp.errors import AutoampError
 from autoamp.passes.check.held import Held
 from autoamp.passes.decide.devices import main_device
+from autoamp.passes.graph_record import Edge, Prepared, Rewritten
 from autoamp.passes.node_by_node import GradientSizes, Observer, Runner
-from autoamp.passes.record import Edge, Prepared, Rewritten
 from autoamp.runtime.ranges import refreshed_in_range, with_ranges
 from autoamp.training.attach import before_run
+from autoamp.training.blame.recorder import Recorder
+from autoamp.training.blame.remedy import SkipWatch
 from autoamp.training.buffers import Written
 from autoamp.training.leaves import Origins
 from autoamp.training.ledger import GraphRun, watch
-from autoamp.training.recorder import Recorder
-from autoamp.training.remedy import SkipWatch
 from autoamp.training.scaling import ModelLedger, ModelScaling
 from autoamp.training.shards import SHARDED
 from autoamp.training.weight_copies import WeightCopies

@@ -17,7 +17,7 @@ from torch.profiler import record_function
 from autoamp import compat
 from autoamp.dtypes import short_name
 from autoamp.passes.functions import scaled_result
-from autoamp.passes.record import Prepared
+from autoamp.passes.graph_record import Prepared
 from autoamp.passes.write.copied import copied
 from autoamp.passes.write.emitted import Cast
 

@@ -18,7 +18,7 @@ from autoamp import compat
 from autoamp.dtypes import needs_loss_scale
 from autoamp.errors import OptionError
 from autoamp.messages import class_name
-from autoamp.passes.record import Prepared, Rewritten
+from autoamp.passes.graph_record import Prepared, Rewritten
 from autoamp.runtime.eligible import home_of
 from autoamp.runtime.examine import Examiner, replanned, twin_of
 from autoamp.runtime.kept import left_as_it_is

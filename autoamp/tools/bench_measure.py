@@ -18,7 +18,7 @@ from autoamp import compat
 from autoamp.dtypes import short_name
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.messages import class_name, printable_line, told
-from autoamp.passes.check.saved import saved_bytes
+from autoamp.passes.check.saved_bytes import saved_bytes
 from autoamp.passes.decide.devices import available
 from autoamp.passes.decide.devices import device_of as figures_of_device
 from autoamp.passes.speeds.clock import device_name, finish

@@ -36,11 +36,11 @@ from autoamp.messages import (
     told,
 )
 from autoamp.passes.check.held import Held
+from autoamp.passes.graph_record import Prepared, Rewritten
 from autoamp.passes.node_by_node import Observer, Runner
-from autoamp.passes.record import Prepared, Rewritten
 from autoamp.passes.rows import OpRow
+from autoamp.passes.write.dtensor_calls import crossed, stands_in
 from autoamp.passes.write.emitted import stands_for
-from autoamp.passes.write.meshes import crossed, stands_in
 from autoamp.printed import Line, Printed, Table
 from autoamp.report.reporting import report_of
 from autoamp.runtime.eligible import required_precision

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
-from autoamp.passes.check.saved import storage_key
+from autoamp.passes.check.saved_bytes import storage_key
 from autoamp.tools.count_flops import flops_of
 
 Phase = Literal["forward", "backward"]

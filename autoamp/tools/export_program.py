@@ -28,14 +28,14 @@ from autoamp.errors import ExportError
 from autoamp.messages import advice, class_name, printable_line
 from autoamp.passes.decide.devices import Device
 from autoamp.passes.functions import attention, layer_norm, op_with_its_state, rms_norm
-from autoamp.passes.record import Prepared
+from autoamp.passes.graph_record import Prepared
 from autoamp.passes.write.copied import copied
 from autoamp.passes.write.hoist_weight_casts import FOLDED
+from autoamp.runtime.conversion_record import Record
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.examine import twin_of
 from autoamp.runtime.kept import left_as_it_is
 from autoamp.runtime.program import disabled
-from autoamp.runtime.record import Record
 from autoamp.training.options import Options
 from autoamp.training.scale import NoLossScale
 from autoamp.training.scaling import ModelScaling

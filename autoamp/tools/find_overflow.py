@@ -22,8 +22,8 @@ from autoamp.dtypes import NARROWEST, largest, short_name
 from autoamp.errors import AutoampError, OptionError, UnsupportedModelError
 from autoamp.messages import FULL_WIDTH, class_name, shorten, told
 from autoamp.passes.check.held import Held
+from autoamp.passes.graph_record import Prepared, Rewritten
 from autoamp.passes.node_by_node import Runner
-from autoamp.passes.record import Prepared, Rewritten
 from autoamp.printed import Line, Printed, Table
 from autoamp.runtime.conversion import conversion_of
 from autoamp.runtime.eligible import parameters_of, required_precision
@@ -38,11 +38,10 @@ from autoamp.runtime.stand_in import (
     own_loss,
     untouched,
 )
-from autoamp.training.culprit import first_out_of_range, harmful, nearest
-from autoamp.training.options import Options
-from autoamp.training.recorder import Listening, Recorder
-from autoamp.training.remedy import EVERYTHING, Fault, Remedy, cure
-from autoamp.training.trail import (
+from autoamp.training.blame.culprit import first_out_of_range, harmful, nearest
+from autoamp.training.blame.recorder import Listening, Recorder
+from autoamp.training.blame.remedy import EVERYTHING, Fault, Remedy, cure
+from autoamp.training.blame.trail import (
     INPUT,
     OUTSIDE,
     WEIGHT,
@@ -52,6 +51,7 @@ from autoamp.training.trail import (
     location_of,
     readers,
 )
+from autoamp.training.options import Options
 
 TRIES = 24
 """The most remedies that are tried."""

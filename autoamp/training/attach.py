@@ -36,6 +36,7 @@ from autoamp.training.boundary import (
     innermost,
     params_of,
 )
+from autoamp.training.elementwise_optimizers import body_of
 from autoamp.training.ledger import BACKWARDS, GraphRun
 from autoamp.training.masters import Masters, given_out, has_half, have_masters
 from autoamp.training.meter import METERS, meter_of
@@ -49,7 +50,6 @@ from autoamp.training.ranks import (
 )
 from autoamp.training.scale import LossScale, NoLossScale, free_to_read
 from autoamp.training.scaling import ModelScaling
-from autoamp.training.separable import body_of
 from autoamp.training.step import (
     Way,
     evaluated,

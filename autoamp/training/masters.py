@@ -8,8 +8,8 @@ parameters.
 
 A bf16 parameter's master is made for the time of the step alone, of the parameter and
 of 16 bits beside it, where the optimizer is known to step each parameter by itself
-(`training/separable.py`, `training/split.py`).  Chunks of such parameters are stepped
-one after the other.
+(`training/elementwise_optimizers.py`, `training/split.py`).  Chunks of such parameters
+are stepped one after the other.
 
 A step never ends worse than it would have without masters: an optimizer that they do
 not serve keeps its half-precision weights, as it would have had them, and a line says
@@ -35,6 +35,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES, has_masters
 from autoamp.messages import class_name
+from autoamp.training.elementwise_optimizers import body_of, is_elementwise
 from autoamp.training.exchange import (
     DifferentiatesError,
     Exchange,
@@ -42,7 +43,6 @@ from autoamp.training.exchange import (
     own_tensors,
     shares_memory,
 )
-from autoamp.training.separable import body_of, is_elementwise
 from autoamp.training.split import Chunk, can_split, chunks_of, follow
 from autoamp.training.step_chunks import step_chunk, step_cut
 from autoamp_said import logger_of

@@ -16,9 +16,9 @@ import torch
 
 from autoamp import compat
 from autoamp.messages import advice
+from autoamp.training.blame.remedy import SkipWatch
 from autoamp.training.buffers import Buffers
 from autoamp.training.leaves import Leaves
-from autoamp.training.remedy import SkipWatch
 from autoamp.training.scale import DynamicLossScale, LossScale, NoLossScale
 
 

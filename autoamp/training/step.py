@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from autoamp import compat
 from autoamp.errors import LossScaleError, RankError
+from autoamp.training.blame.skips import note_skip, note_step, say_foreign
 from autoamp.training.boundary import OptimizerBoundary, Step, closure_of
 from autoamp.training.buffers import HOLDING
 from autoamp.training.guard import cannot_read, guards_of, is_guarded
@@ -25,7 +26,6 @@ from autoamp.training.ledger import BACKWARDS, GraphRun
 from autoamp.training.ranks import Team, judged, shake_hands, team_of
 from autoamp.training.scale import free_to_read
 from autoamp.training.scaling import ModelScaling
-from autoamp.training.skips import note_skip, note_step, say_foreign
 
 _ASK_EVERY = 100
 """After so many steps a flag that only a kernel reads is read here too, with a wait."""

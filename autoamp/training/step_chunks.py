@@ -13,8 +13,8 @@ import torch
 from torch.optim import Optimizer
 
 from autoamp import compat
+from autoamp.training.elementwise_optimizers import part_of
 from autoamp.training.exchange import Exchange
-from autoamp.training.separable import part_of
 from autoamp.training.split import Chunk, in_order
 
 

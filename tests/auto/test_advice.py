@@ -16,8 +16,8 @@ import autoamp
 import autoamp_autoload
 from autoamp.auto.environment import read
 from autoamp.messages import advice
+from autoamp.training.blame.remedy import Remedy
 from autoamp.training.options import Options
-from autoamp.training.remedy import Remedy
 from tests.says import says
 
 PACKAGE = Path(autoamp.__file__).parent

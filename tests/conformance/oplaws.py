@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from autoamp.passes.graph_record import Rewritten
 from autoamp.passes.ops import base_name
-from autoamp.passes.record import Rewritten
 from autoamp.passes.rules import Rules
 from tests.conformance.opinfo import Case, Outcome, Wrapped, dense, plain, run, runs
 from tests.conformance.rounding import error_over_bound, exact_and_drawn

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from autoamp.passes.record import Rewritten
+from autoamp.passes.graph_record import Rewritten
 from tests import small_models
 
 SIDE = 4

@@ -31,7 +31,7 @@ from autoamp import compat
 from autoamp.passes import list as passes
 from autoamp.passes.decide.cost import Prices, price_graph
 from autoamp.passes.decide.devices import Device, Rates
-from autoamp.passes.record import Rewritten, Setting
+from autoamp.passes.graph_record import Rewritten, Setting
 from autoamp.passes.rows import costs_of
 from autoamp.passes.run import rewrite_normalised
 from autoamp.passes.write.emitted import CAST_KIND

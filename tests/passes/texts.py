@@ -28,9 +28,9 @@ from autoamp.passes import list as passes
 from autoamp.passes import run
 from autoamp.passes.check.checks import Checks
 from autoamp.passes.decide.devices import Device
+from autoamp.passes.graph_record import Rewritten, Setting
 from autoamp.passes.list import PASSES, Pass, Phase, copies_of
 from autoamp.passes.ops import base_name
-from autoamp.passes.record import Rewritten, Setting
 from autoamp.passes.see.normalise import normalise
 from autoamp.passes.write.copied import copied
 from autoamp.training.options import Options

@@ -44,7 +44,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"passes.see"}),
     frozenset({"passes.decide"}),
     frozenset({"passes.write.emitted"}),
-    frozenset({"passes.record"}),
+    frozenset({"passes.graph_record"}),
     frozenset({"passes.write"}),
     frozenset({"passes.kernels", "passes.node_by_node"}),
     frozenset({"passes.check", "passes.speeds"}),

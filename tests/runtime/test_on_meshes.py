@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
 
 import autoamp
 from autoamp import CaptureError
-from autoamp.passes.see.meshes import Meshes
+from autoamp.passes.see.dtensors_as_whole import Meshes
 from tests.logs import warned
 from tests.one_rank import one_rank
 from tests.says import says

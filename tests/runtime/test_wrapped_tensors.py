@@ -91,7 +91,7 @@ def test_a_call_in_which_dynamo_raises_runs_as_under_autocast(
     def fails(*_: Any) -> Any:
         raise torch._dynamo.exc.InternalTorchDynamoError("of its own")
 
-    monkeypatch.setattr("autoamp.compat.entry.CompiledEntry._alone", fails)
+    monkeypatch.setattr("autoamp.compat.compiled_forward.CompiledEntry._alone", fails)
     autoamp.convert(model, **{**BF16, "strict": False})
     assert torch.equal(model(x), wanted)
     (line,) = warned(caplog)

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autoamp
 from autoamp.training import split
 from autoamp.training.attach import boundary_of
+from autoamp.training.elementwise_optimizers import body_of, is_elementwise
 from autoamp.training.masters import Masters
-from autoamp.training.separable import body_of, is_elementwise
 from autoamp.training.split import CHUNK, Chunk, can_split, chunks_of
 from tests.training.steps import masters_of
 

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.errors import CaptureError
 from autoamp.passes.functions import WITH_FP32_STATE
-from autoamp.passes.record import Rewritten
+from autoamp.passes.graph_record import Rewritten
 from autoamp.passes.rules import Category, Rules
 from autoamp.passes.run import rewrite_graph
 from autoamp.runtime.eligible import choose_device_precision

@@ -39,8 +39,8 @@ from autoamp.passes.functions import (
     unscaled_weights,
     with_dtypes,
 )
-from autoamp.passes.functions.meshes import gather_low, gathered_low
-from autoamp.passes.see.meshes import MESH_CALL
+from autoamp.passes.functions.dtensor_crossings import gather_low, gathered_low
+from autoamp.passes.see.dtensors_as_whole import MESH_CALL
 
 _ATEN = torch.ops.aten
 

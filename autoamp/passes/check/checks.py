@@ -20,7 +20,7 @@ from autoamp.passes.check.standin import where
 from autoamp.passes.check.strides import check_strides
 from autoamp.passes.check.verify import Verifier
 from autoamp.passes.decide.problem import promised_casts
-from autoamp.passes.record import Rewritten
+from autoamp.passes.graph_record import Rewritten
 from autoamp.passes.see.nodes import tensors_of
 from autoamp.passes.write.layouts import FORMATS
 

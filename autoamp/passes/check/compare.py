@@ -36,7 +36,7 @@ from autoamp.passes.check.changes import (
 )
 from autoamp.passes.check.standin import named, storages_of, where
 from autoamp.passes.functions import checkpointed, with_dtypes
-from autoamp.passes.see.meshes import MESH_CALL
+from autoamp.passes.see.dtensors_as_whole import MESH_CALL
 from autoamp.passes.see.nodes import tensors_of, written_values
 from autoamp.passes.see.regions import CONTROL_FLOW
 

@@ -24,10 +24,10 @@ from autoamp.passes.check.changes import held
 from autoamp.passes.check.compare import differences
 from autoamp.passes.functions import dtypes_in, op_with_its_state, with_dtypes
 from autoamp.passes.functions.casts import Dtypes
+from autoamp.passes.graph_record import Prepared
 from autoamp.passes.node_by_node import Observer, Runner
 from autoamp.passes.ops import base_name
 from autoamp.passes.options import PassOptions
-from autoamp.passes.record import Prepared
 from autoamp.passes.see.nodes import source_line
 from autoamp.passes.write.bindings import with_bindings
 from autoamp.passes.write.copied import copied

@@ -20,7 +20,7 @@ from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.errors import PassError
 from autoamp.passes.decide.ceiling import under_ceiling
-from autoamp.passes.decide.numbers import cut_off, extreme_values, known_numbers
+from autoamp.passes.decide.known_numbers import cut_off, extreme_values, known_numbers
 from autoamp.passes.decide.pins import Context, Site, first_pin, held_by_strides
 from autoamp.passes.decide.verdict import (
     AUTHOR,

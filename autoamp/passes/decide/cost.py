@@ -25,8 +25,8 @@ from autoamp.passes.decide.flops import flops_of
 from autoamp.passes.decide.sums import PYTHON_NS, keeps_sums
 from autoamp.passes.decide.verdict import GAVE_UP, Classified, Verdict
 from autoamp.passes.rules import family
+from autoamp.passes.see.dtensors_as_whole import COMPUTED, MESH_CALL, MeshCall
 from autoamp.passes.see.facts import NodeFacts
-from autoamp.passes.see.meshes import COMPUTED, MESH_CALL, MeshCall
 
 UNIT_NS = 0.1
 """Nanoseconds per unit of price."""

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.passes.decide.numbers import Known, literal_reason
+from autoamp.passes.decide.known_numbers import Known, literal_reason
 from autoamp.passes.decide.verdict import BACKWARD, Verdict
 from autoamp.passes.functions.norms import OWN_NORMS
 from autoamp.passes.ops import base_name, is_pointwise, is_view

@@ -30,8 +30,12 @@ from autoamp.passes.functions.casts import (
     with_dtypes,
 )
 from autoamp.passes.functions.convolutions import depthwise
+from autoamp.passes.functions.dtensor_crossings import (
+    MESH_CALLS,
+    gather_low,
+    gathered_low,
+)
 from autoamp.passes.functions.edge import scale_grad, unscale_grad, unscale_grad_
-from autoamp.passes.functions.meshes import MESH_CALLS, gather_low, gathered_low
 from autoamp.passes.functions.norms import layer_norm, rms_norm, softmax
 from autoamp.passes.functions.products import product
 from autoamp.passes.functions.rotary import rotary

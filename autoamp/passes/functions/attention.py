@@ -33,7 +33,7 @@ from enum import IntEnum
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
@@ -808,3 +808,16 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
         and _is_trained(query, key, value)
         and (mask is None or (not mask.requires_grad and mask.dim() in (2, 4)))
     )
+
+
+def attention_at(node: fx.Node, own: Callable[..., Any]) -> Any:
+    """The function to call at a node: `own` for torch's attention in 16 bits on CPUs.
+
+    Returns:
+        The node's own target everywhere else.
+    """
+    if node.target is not _ATTENTION:
+        return node.target
+    value = node.meta["val"]
+    is_low = value.dtype in _LOW
+    return own if is_low and value.device.type == "cpu" else node.target

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from autoamp import compat
-from autoamp.dtypes import HIGH_DTYPE
+from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
 
 _ATEN = torch.ops.aten
 
@@ -339,3 +339,28 @@ def softmax(data: Tensor, dimension: int) -> Tensor:
     return (
         _apply_softmax(data) if torch.is_grad_enabled() else _SOFTMAX(data, dimension)
     )
+
+
+def norm_at(node: fx.Node) -> Any:
+    """The function to call at a node: its own target, or a norm of our own."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return node.target
+    return own_norm(node, value.dtype, value.device)
+
+
+def own_norm(node: fx.Node, dtype: torch.dtype, device: torch.device) -> Any:
+    """As `norm_at`, at a node whose result has `dtype` on `device`.
+
+    An fp32 layer norm is torch's, which is true.
+    """
+    if node.target not in OWN_NORMS or device.type != "cpu":
+        return node.target
+    is_low = dtype in LOW_DTYPES.values()
+    if node.target is _ATEN.rms_norm.default:
+        # Our kernel sums over the last dimension alone.
+        one_dimension = len(node.args[1]) == 1  # type: ignore[arg-type]
+        takes_it = one_dimension and (is_low or dtype == HIGH_DTYPE)
+    else:
+        takes_it = is_low
+    return OWN_NORMS[node.target] if takes_it else node.target

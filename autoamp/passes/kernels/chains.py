@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.dtypes import HIGH_DTYPE
+from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
+from autoamp.passes.functions.norms import softmax
 from autoamp.passes.kernels.forms import OPS
 from autoamp.passes.kernels.match import (
     Allowed,
@@ -270,3 +271,20 @@ def _put(
     for each in reversed(chain.nodes):
         graph.erase_node(each)
     return node
+
+
+_SOFTMAX = torch.ops.aten.softmax.int
+
+
+def softmax_at(node: fx.Node) -> Any:
+    """The function to call at a node: ours for a low softmax that stands for a chain.
+
+    A softmax that the model calls itself is torch's, as it is under autocast.
+
+    Returns:
+        The node's own target everywhere else.
+    """
+    if node.target is not _SOFTMAX or node.meta.get(KERNEL) is None:
+        return node.target
+    is_low = node.meta["val"].dtype in LOW_DTYPES.values()
+    return softmax if is_low else node.target

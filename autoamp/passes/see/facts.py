@@ -22,7 +22,7 @@ from autoamp.dtypes import HIGH_DTYPE
 from autoamp.passes.functions import BOTH_WAYS, STATE, WITH_FP32_STATE
 from autoamp.passes.ops import base_name, is_inplace, is_pointwise, op_name
 from autoamp.passes.rules import family
-from autoamp.passes.see.meshes import HELD
+from autoamp.passes.see.dtensors_as_whole import HELD
 from autoamp.passes.see.nodes import (
     KERNEL,
     ForChain,

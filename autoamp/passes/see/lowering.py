@@ -15,7 +15,7 @@ from autoamp import compat
 from autoamp.errors import CaptureError
 from autoamp.passes.functions import LEAF_FUNCTIONS, checkpointed
 from autoamp.passes.ops import has_effect, mutates
-from autoamp.passes.see.meshes import Meshes
+from autoamp.passes.see.dtensors_as_whole import Meshes
 from autoamp.passes.see.op_cache import OpCache
 from autoamp.passes.see.regions import (
     BODY_LEFT,

@@ -23,13 +23,13 @@ from torch import fx
 from autoamp import compat
 from autoamp.errors import CaptureError
 from autoamp.passes.ops import drop_dead
-from autoamp.passes.see.lowering import Lowering
-from autoamp.passes.see.meshes import (
+from autoamp.passes.see.dtensors_as_whole import (
     computes_on_dtensors,
     computes_on_nested,
     note_held,
     whole_inputs,
 )
+from autoamp.passes.see.lowering import Lowering
 from autoamp.passes.see.op_cache import OpCache, op_cache_for
 from autoamp.passes.see.parts import parts_on
 from autoamp.passes.see.regions import Region, Regions

@@ -30,7 +30,7 @@ from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE, largest
 from autoamp.errors import PassError
 from autoamp.passes.decide.assign import Assignment
-from autoamp.passes.decide.numbers import scales
+from autoamp.passes.decide.known_numbers import scales
 from autoamp.passes.decide.verdict import GAVE_UP, Classified, Mode
 from autoamp.passes.functions import WITH_FP32_STATE
 from autoamp.passes.ops import base_name, is_out_variant, is_view

@@ -18,7 +18,7 @@ from autoamp.passes.functions import (
     traced_scale_grad_,
     traced_scale_grad_apart,
 )
-from autoamp.passes.record import Rewritten
+from autoamp.passes.graph_record import Rewritten
 from autoamp.passes.write.emitted import CAST_KIND
 from autoamp.passes.write.scale_edge import SHARED
 

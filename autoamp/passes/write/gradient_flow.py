@@ -18,8 +18,8 @@ from autoamp import compat
 from autoamp.compat import OpOverload
 from autoamp.dtypes import HIGH_DTYPE
 from autoamp.errors import CaptureError
+from autoamp.passes.graph_record import Rewritten
 from autoamp.passes.ops import HIDDEN_WRITES, aliasing_arguments, base_name, is_inplace
-from autoamp.passes.record import Rewritten
 from autoamp.passes.see.nodes import argument, operands_in, written_values
 from autoamp.passes.write.emitted import CAST_KIND
 

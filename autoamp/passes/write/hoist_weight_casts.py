@@ -15,7 +15,7 @@ from autoamp.passes.functions import (
     low_weight_unscaled,
     product,
 )
-from autoamp.passes.record import Rewritten
+from autoamp.passes.graph_record import Rewritten
 from autoamp.passes.see.regions import CONTROL_FLOW
 from autoamp.passes.write.copied import copied
 from autoamp.passes.write.emitted import CAST_KIND, WEIGHT_PATH

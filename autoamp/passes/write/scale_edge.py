@@ -31,8 +31,8 @@ from autoamp.passes.functions import (
     unscale_grad_,
     unscale_half,
 )
+from autoamp.passes.graph_record import Edge, Rewritten
 from autoamp.passes.ops import base_name
-from autoamp.passes.record import Edge, Rewritten
 from autoamp.passes.rules import family
 from autoamp.passes.write.copied import copied
 from autoamp.passes.write.emitted import CAST_KIND, dtype_of

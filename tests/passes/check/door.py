@@ -8,11 +8,11 @@ from autoamp.passes.check.always import check_always, footprint
 from autoamp.passes.check.changes import BINDINGS, KERNELS, May
 from autoamp.passes.check.compare import Region, differences
 from autoamp.passes.check.gradient_units import flowing_in
-from autoamp.passes.check.saved import bytes_held, storage_key, tensors_saved
+from autoamp.passes.check.saved_bytes import bytes_held, storage_key, tensors_saved
 from autoamp.passes.check.standin import Memo, StandIns, where
 from autoamp.passes.check.strides import check_strides
 from autoamp.passes.check.verify import Verifier
-from autoamp.passes.record import Rewritten
+from autoamp.passes.graph_record import Rewritten
 from autoamp.passes.see.nodes import tensors_of
 from autoamp.passes.see.normalise import normalise
 from autoamp.passes.write.copied import clean_up

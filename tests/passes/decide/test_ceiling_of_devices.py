@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from autoamp import compat
 from autoamp.passes.decide.devices import named_device
-from autoamp.passes.record import Rewritten
+from autoamp.passes.graph_record import Rewritten
 from autoamp.passes.run import rewrite_graph
 from autoamp.training.options import Options
 from tests.models import CASES, Case

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import autoamp
 from autoamp.passes.decide.ceiling import low_under_autocast
-from autoamp.passes.record import Rewritten
+from autoamp.passes.graph_record import Rewritten
 from autoamp.passes.see.nodes import tensors_of
 from tests import small_models
 from tests.metrics import relative_error

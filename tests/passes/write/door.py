@@ -13,7 +13,7 @@ from autoamp.passes import list as passes
 from autoamp.passes.check.changes import TOGETHER as MAY_GROUP
 from autoamp.passes.check.compare import differences
 from autoamp.passes.decide.devices import Device
-from autoamp.passes.record import Rewritten
+from autoamp.passes.graph_record import Rewritten
 from autoamp.passes.run import rewrite_graph
 from autoamp.passes.write.copied import clean_up, copied
 from autoamp.training.options import Options

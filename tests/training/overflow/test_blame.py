@@ -301,7 +301,12 @@ def test_an_infinity_that_only_the_backward_shows() -> None:
     bad = torch.randn(6, WIDTH)
     bad[0, 0] = torch.inf
     assert [training.step(bad) for _ in range(2)] == [True] * 2
-    says(training.skips[1], "NaN", "input.0", op="the gradient of aten::linear.default")
+    says(
+        training.skips[1],
+        "NaN",
+        "input.0",
+        op="the gradient of aten::linear.default",
+    )
 
 
 @pytest.mark.parametrize("first", [True, False])

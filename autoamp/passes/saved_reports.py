@@ -88,7 +88,7 @@ def load(path: str | os.PathLike[str]) -> SavedReport:
 
     Example:
         >>> import os, tempfile, torch, autoamp
-        >>> from autoamp.passes.saved import load
+        >>> from autoamp.passes.saved_reports import load
         >>> report = autoamp.explain(torch.nn.Linear(8, 8), torch.ones(4, 8))
         >>> path = os.path.join(tempfile.mkdtemp(), "precision.json")
         >>> _ = report.to_json(path)
@@ -314,7 +314,7 @@ def diff(old: SavedReport, new: SavedReport) -> Diff:
 
     Example:
         >>> import os, tempfile, torch, autoamp
-        >>> from autoamp.passes.saved import diff, load
+        >>> from autoamp.passes.saved_reports import diff, load
         >>> def saved(**options):
         ...     options |= {"precision": "bf16", "do_no_harm": False}
         ...     model, x = torch.nn.Linear(8, 8), torch.ones(4, 8)

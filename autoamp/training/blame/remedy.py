@@ -12,11 +12,11 @@ from torch import fx
 
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.messages import advice
+from autoamp.passes.graph_record import Rewritten
 from autoamp.passes.ops import parse_op_name
-from autoamp.passes.record import Rewritten
-from autoamp.training.culprit import harmful, nearest
+from autoamp.training.blame.culprit import harmful, nearest
+from autoamp.training.blame.trail import OP, Location, Step, Trail, location_of, readers
 from autoamp.training.options import Options
-from autoamp.training.trail import OP, Location, Step, Trail, location_of, readers
 
 EVERYTHING = "*"
 """The pattern of `keep=` that keeps a whole model in fp32."""

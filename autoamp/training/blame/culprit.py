@@ -10,7 +10,7 @@ from torch import fx
 
 from autoamp.dtypes import largest, short_name
 from autoamp.passes.write.emitted import is_inserted
-from autoamp.training.trail import (
+from autoamp.training.blame.trail import (
     INPUT,
     OP,
     Step,

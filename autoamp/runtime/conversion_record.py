@@ -16,7 +16,7 @@ from autoamp.messages import (
     log_once,
     printable_line,
 )
-from autoamp.passes.record import Rewritten
+from autoamp.passes.graph_record import Rewritten
 from autoamp.runtime.graph import Graph
 from autoamp.training.scaling import ModelScaling
 from autoamp_said import logger_of

@@ -15,13 +15,13 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.passes.functions.casts import low_uses
-from autoamp.passes.functions.meshes import (
+from autoamp.passes.functions.dtensor_crossings import (
     IN_WHOLE,
     MESH_CALLS,
     gather_low,
     gathered_low,
 )
-from autoamp.passes.see.meshes import MESH_CALL, Input, MeshCall
+from autoamp.passes.see.dtensors_as_whole import MESH_CALL, Input, MeshCall
 from autoamp.passes.see.nodes import written_values
 from autoamp.passes.write.copied import edited
 

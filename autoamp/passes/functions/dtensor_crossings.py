@@ -4,7 +4,7 @@ The passes see a graph of DTensors as a graph of whole tensors: a DTensor stands
 whole tensor, and a rank's local part is a tensor by itself.  `from_local`, `to_local`
 and `redistribute` change the shape between the two, or nothing; three ops with no data
 stand for them (`IN_WHOLE`).  Before the graph runs, torch's calls take their places
-again (`passes/write/meshes.py`).
+again (`passes/write/dtensor_calls.py`).
 
 A DTensor is gathered in the low dtype for readers that read it low.  A cast commutes
 with a gather: the ranks may as well cast what each holds and send half the bytes.  The

@@ -8,16 +8,16 @@ import torch
 
 from autoamp import compat
 from autoamp.errors import LossScaleError
-from autoamp.passes.record import Rewritten
-from autoamp.training.culprit import (
+from autoamp.passes.graph_record import Rewritten
+from autoamp.training.blame.culprit import (
     accused,
     last_bad_gradient,
     near,
 )
+from autoamp.training.blame.remedy import REPEATED, Remedy
+from autoamp.training.blame.trail import Step
 from autoamp.training.ledger import GraphRun
-from autoamp.training.remedy import REPEATED, Remedy
 from autoamp.training.scaling import ModelScaling
-from autoamp.training.trail import Step
 from autoamp_said import logger_of
 
 logger = logger_of(__name__)

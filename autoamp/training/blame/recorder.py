@@ -22,8 +22,8 @@ from autoamp.passes.functions import checkpointed
 from autoamp.passes.node_by_node import UNROLLED, Observer
 from autoamp.passes.ops import base_name
 from autoamp.passes.see.nodes import read_operands, written_values
-from autoamp.passes.write.meshes import stands_in
-from autoamp.training.trail import (
+from autoamp.passes.write.dtensor_calls import stands_in
+from autoamp.training.blame.trail import (
     OUTSIDE,
     Location,
     Step,

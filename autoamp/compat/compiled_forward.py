@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch._dynamo
 
-from autoamp.compat.capture import fx_tracing
+from autoamp.compat.backends import fx_tracing
 from autoamp.compat.distributed import note_ddp_mode
 from autoamp.compat.frames import (
     ConvertFrameReturn,

@@ -3,7 +3,8 @@
 A DTensor behaves as the whole tensor that the ranks hold together, so that an op on
 DTensors is the op on whole tensors, and has the same category, the same dtypes and the
 same rules.  What differs is a rank's share of the work, which the prices read, and the
-calls that cross between a DTensor and what a rank holds (`passes/functions/meshes.py`).
+calls that cross between a DTensor and what a rank holds
+(`passes/functions/dtensor_crossings.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from autoamp import compat
 from autoamp.errors import CaptureError
-from autoamp.passes.functions.meshes import IN_WHOLE
+from autoamp.passes.functions.dtensor_crossings import IN_WHOLE
 
 MESH_CALL = "autoamp_mesh_call"
 """In the `meta` of a node that stands for a call of torch's: a `MeshCall`."""
