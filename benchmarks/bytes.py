@@ -1,9 +1,7 @@
 """`python -m benchmarks.bytes`: bytes that a training step reads and writes.
 
 Each model runs in a process of its own; a finished one is skipped unless `--again`.
-
-`--zoo` measures the models of tests/zoo.  `--by-op NAME` prints the bytes of one model
-operator by operator, autocast and autoamp side by side: what to fuse is at the top.
+`--zoo` measures the models of tests/zoo.
 """
 
 from __future__ import annotations
@@ -16,19 +14,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from autoamp.passes.check.saved_bytes import saved_bytes
-from autoamp.tools.count import CountingMode, Phase
+from autoamp.tools.count import CountingMode
 
-from . import processes, report, training
+from . import processes, report
 from .metrics import ModelCase
-from .models import MICRO, ZOO, case_of
-from .processes import Row, mean, new_row, ratio
+from .models import ZOO
+from .processes import Row, mean, new_row, ratio, ratio_text
 from .report import said
 from .setting import Setting
-from .traffic import Traffic, TrafficMode, is_cast
-from .training import case_in
+from .traffic import Traffic, TrafficMode
+from .training import case_in, in_one_batch
 from .ways import CPU_BF16, Prepared, low_way, prepared
 
 WARM_UP = 2
@@ -74,19 +71,13 @@ class StepCount:
     traffic: Traffic
     saved: int
     refreshed: int
-    loss: float
 
     def as_json(self) -> dict[str, Any]:
         """The figures of the table, as JSON holds them."""
-        lines = self.traffic.by_line()
         return {
             "step": self.traffic.bytes(),
             "forward": self.traffic.bytes("forward"),
-            "backward": self.traffic.bytes("backward"),
-            "casts": sum(n for line, n in lines.items() if is_cast(line)),
             "saved": self.saved,
-            "refreshed": self.refreshed,
-            "loss": self.loss,
         }
 
 
@@ -111,10 +102,8 @@ def count_step(case: ModelCase, way: str, setting: Setting = CPU_BF16) -> StepCo
         output = own.forward()
         return case.loss(output), output
 
-    def step(own: Prepared) -> Tensor:
-        value: Tensor = forward(own)[0]
-        value.backward()
-        return value.detach()
+    def step(own: Prepared) -> None:
+        forward(own)[0].backward()
 
     for _ in range(WARM_UP):
         step(fresh())
@@ -122,24 +111,19 @@ def count_step(case: ModelCase, way: str, setting: Setting = CPU_BF16) -> StepCo
         optimizer.zero_grad(set_to_none=True)
     last = fresh()  # the copy of the batch is no part of the step
     with CountingMode(parameters) as counting, TrafficMode() as mode:
-        loss = step(last)
+        step(last)
     optimizer.zero_grad(set_to_none=True)
     saved = saved_bytes(partial(forward, fresh()), parameters).total
-    refreshed = counting.counts.refreshed
-    return StepCount(mode.traffic, saved, refreshed, loss.item())
-
-
-def _case(name: str, setting: Setting) -> ModelCase:
-    return case_of(name) if name.startswith("zoo/") else case_in(setting, name)
+    return StepCount(mode.traffic, saved, counting.counts.refreshed)
 
 
 def measured(name: str, setting: Setting = CPU_BF16) -> Row:
     """The figures of one model, way by way; a way that fails has its error instead."""
-    row = new_row(name)
+    row, case = new_row(name), case_in(setting, name)
     for way in ways(setting):
         torch._dynamo.reset()
         try:
-            row["ways"][way] = count_step(_case(name, setting), way, setting).as_json()
+            row["ways"][way] = count_step(case, way, setting).as_json()
         except Exception as error:  # noqa: BLE001 - the other ways are still counted
             row["failures"][way] = said(error)
     return row
@@ -161,79 +145,39 @@ def table(rows: Sequence[Row], ways: Sequence[str]) -> str:
         [
             row["name"],
             *(_megabytes(row, way) for way in ways),
-            *(_ratio(ratio(row, kind)) for kind in KINDS),
+            *(ratio_text(ratio(row, kind)) for kind in KINDS),
         ]
         for row in rows
     ]
-    means = [_ratio(mean(rows, kind)) for kind in KINDS]
+    means = [ratio_text(mean(rows, kind)) for kind in KINDS]
     header = ("model", *(f"{way}, MB" for way in ways))
     header += tuple(f"autoamp / autocast, {kind}" for kind in KINDS)
     foot = ["geometric mean", *("" for _ in ways), *means]
     return report.markdown(header, [*cells, foot])
 
 
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
 def _megabytes(row: Row, way: str) -> str:
-    return _in_mb(row["ways"][way]["step"]) if way in row["ways"] else "failed"
-
-
-def _in_mb(count: float) -> str:
-    value = count / 1e6
+    if way not in row["ways"]:
+        return "failed"
+    value = row["ways"][way]["step"] / 1e6
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _brief(row: Row) -> str:
     figures = ", ".join(f"{way} {_megabytes(row, way)}" for way in row["ways"])
     failures = "".join(f"; {way}: {why}" for way, why in row["failures"].items())
-    return f"{figures} MB; autoamp / autocast {_ratio(ratio(row, 'step'))}{failures}"
+    share = ratio_text(ratio(row, "step"))
+    return f"{figures} MB; autoamp / autocast {share}{failures}"
 
 
-BESIDE = ("autocast", "autoamp")
-"""The two ways that `--by-op` sets side by side."""
-
-PHASES: tuple[Phase, ...] = ("forward", "backward")
-TOP = 25
-
-
-def by_op(name: str) -> str:
-    """Bytes of one model by operator: a table of the `TOP` that move the most."""
-    counts = [count_step(case_of(name), way).traffic for way in BESIDE]
-    theirs, ours = (traffic.by_line() for traffic in counts)
-    order = sorted(theirs | ours, key=lambda k: -max(ours[k], theirs[k]))
-    rows = [[*line, *_differ(theirs[line], ours[line])] for line in order[:TOP]]
-    rest = [sum(found[line] for line in order[TOP:]) for found in (theirs, ours)]
-    rows.append(["", f"{len(order[TOP:])} more", "", *_differ(*rest)])
-    for phase in (*PHASES, None):
-        totals = [traffic.bytes(phase) for traffic in counts]
-        rows.append([phase or "step", "all", "", *_differ(*totals)])
-    columns = [f"{way}, MB" for way in BESIDE]
-    return report.markdown(("phase", "op", "dtypes", *columns, "difference"), rows)
-
-
-def _differ(theirs: int, ours: int) -> list[str]:
-    return [f"{theirs / 1e6:.1f}", f"{ours / 1e6:.1f}", f"{(ours - theirs) / 1e6:+.1f}"]
-
-
-def names(setting: Setting) -> list[str]:
-    """The models that are counted in a setting."""
-    return [name for name in training.names(setting) if name != MICRO.name]
-
-
-TABLE = processes.ModelTable("bytes", names, measured, text, _brief)
+TABLE = processes.ModelTable("bytes", in_one_batch, measured, text, _brief)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures what is asked and not yet there; 1 if a way to run a model failed."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--by-op", metavar="NAME", help="one model, by operator")
     parser.add_argument("--zoo", action="store_true", help="the models of tests/zoo")
     given, rest = parser.parse_known_args(arguments)
-    if given.by_op:
-        print(by_op(given.by_op))
-        return 0
     return TABLE.main([*rest, *(f"zoo/{name}" for name in ZOO if given.zoo)])
 
 

@@ -23,7 +23,7 @@ from autoamp.dtypes import HIGH_DTYPE
 
 from . import models, processes, report, step_times
 from .models import PAPER
-from .processes import Row, mean, ratio
+from .processes import Row, mean, ratio, ratio_text
 from .setting import Setting
 from .step_times import rounds
 from .training import case_in
@@ -144,10 +144,6 @@ def _kernels(row: Row, way: str) -> str:
     return str(found["kernels"]) if found else step_times.without_figure(row, way)
 
 
-def _ratio(value: float | None) -> str:
-    return f"{value:.3f}" if value else "-"
-
-
 def bytes_table(rows: Sequence[Row], ways: Sequence[str]) -> str:
     """The Markdown table of inductor's own counts."""
     header = ("model", *(f"{way}, MB" for way in ways), "refresh, MB")
@@ -157,13 +153,13 @@ def bytes_table(rows: Sequence[Row], ways: Sequence[str]) -> str:
             row["name"],
             *(_megabytes(row, way, "bytes") for way in ways),
             _megabytes(row, "autoamp", "refreshed"),
-            _ratio(ratio(row, "bytes")),
+            ratio_text(ratio(row, "bytes")),
             *(_kernels(row, way) for way in ways),
         ]
         for row in rows
     ]
     empty = [""] * len(ways)
-    foot = ["geometric mean", *empty, "", _ratio(mean(rows, "bytes")), *empty]
+    foot = ["geometric mean", *empty, "", ratio_text(mean(rows, "bytes")), *empty]
     return report.markdown(header, [*lines, foot])
 
 
@@ -185,13 +181,7 @@ interleaved rounds. {batches}
     return processes.page(rows, machine, note, *tables, *on_gpu)
 
 
-TABLE = processes.ModelTable(
-    "compiled",
-    names,
-    measured,
-    text,
-    step_times.brief,
-)
+TABLE = processes.ModelTable("compiled", names, measured, text, step_times.brief)
 
 if __name__ == "__main__":
     raise SystemExit(TABLE.main())

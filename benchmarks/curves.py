@@ -335,13 +335,6 @@ class Stepper:
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
 
-    def loss_scale(self) -> float | None:
-        """The scale now; None where there is none."""
-        if not autoamp.is_converted(self.model):
-            return self.scaler and self.scaler.get_scale()
-        kept = getattr(autoamp.report(self.model), "loss_scale", None)
-        return getattr(kept, "scale", None)
-
 
 def train(task: Task, mode: Mode, seed: int) -> dict[str, Any]:
     """One run: its curve, its skipped steps, its metric in its mode and in fp32."""
@@ -366,7 +359,6 @@ def train(task: Task, mode: Mode, seed: int) -> dict[str, Any]:
         "metric": task.evaluate(stepper.model, mode.context),
         "metric_in_fp32": task.evaluate(plain, nullcontext),
         "skipped_steps": skipped,
-        "loss_scale": stepper.loss_scale(),
         "curve": [round(point, 4) for point in points],
     }
 
@@ -451,7 +443,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table and writes it beside its JSON; 1 if a converted mode missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.curves")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--only", choices=("digits", "chars"), help="one task (both)")
     parser.add_argument("--modes", default="", help="comma-separated (all)")
     parser.add_argument("--quick", action="store_true", help="few steps, no verdict")
     parser.add_argument("--processes", type=int, help="at a time (one a core)")
@@ -463,7 +454,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unknown modes {unknown}; there are {[m.name for m in MODES]}")
     modes = [m for m in MODES if not names or m.name in (BASELINE, *names)]
     tasks = [Digits(60), Chars(40)] if options.quick else [Digits(700), Chars(2000)]
-    tasks = [t for t in tasks if options.only in (None, t.name)]
     found = measure(tasks, modes, options.seeds, options.processes)
     command = shlex.join(["python", "-m", "benchmarks.curves", *given])
     notes = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from . import report, step_times
@@ -47,28 +48,14 @@ def rows_of_the_table() -> list[Row]:
     return list(found["models"])
 
 
-def shares() -> dict[str, dict[str, float]]:
-    """For each model the share of autocast's time of each way."""
-    return {row["name"]: step_times.shares(row) for row in rows_of_the_table()}
-
-
-def means() -> dict[str, float]:
-    """The geometric mean of each way that is drawn."""
-    every = shares().values()
-    return {
-        way: statistics.geometric_mean([each[way] for each in every]) for way in WAYS
-    }
-
-
 def chart() -> str:
     """The SVG."""
-    found = shares()
+    found = {row["name"]: step_times.shares(row) for row in rows_of_the_table()}
     group = len(WAYS) * BAR + GAP
     bottom = TOP + group * len(TITLES)
-    middle = means()
     parts = [
         _text(0, 16, "H100, bf16: time of a training step, autocast = 1", "title"),
-        *_keys(middle),
+        *_keys([*found.values()]),
     ]
     unfair = []
     for number, (name, title) in enumerate(TITLES.items()):
@@ -91,12 +78,13 @@ def chart() -> str:
     return "\n".join([head, f"<style>{STYLE}</style>", *parts, "</svg>"]) + "\n"
 
 
-def _keys(middle: dict[str, float]) -> list[str]:
+def _keys(shares: Sequence[Mapping[str, float]]) -> list[str]:
+    """The colour of each way, and the geometric mean of its shares."""
     parts = []
     for number, (way, title) in enumerate(WAYS.items()):
-        x = number * 190
+        x, mean = number * 190, statistics.geometric_mean(each[way] for each in shares)
         box = f'<rect x="{x}" y="30" width="12" height="12" fill="{COLOURS[way]}"/>'
-        parts += [box, _text(x + 18, 41, f"{title}, mean {middle[way]:.2f}")]
+        parts += [box, _text(x + 18, 41, f"{title}, mean {mean:.2f}")]
     return parts
 
 

@@ -40,11 +40,6 @@ GRACE_S = 20.0
 MODEL_SHARE = 0.7
 """The share of a piece's seconds that one model may take; it has failed after that."""
 
-PRECISIONS = ("bf16", "fp16")
-QUICK_TESTS = ("--only", "tests/training/test_steps.py")
-QUICK_MODELS = ("bert", "resnet50")
-"""The tests and models of a quick run, which only tries the command."""
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -57,7 +52,6 @@ class Piece:
         precision: the compute dtype, or "" if its files are not named for one.
         goes_on: whether the benchmark keeps a model, or a test, as soon as it is
             finished, and skips those that it finds; others are measured at one go.
-        quick: arguments that make a quick run short.
     """
 
     name: str
@@ -65,7 +59,6 @@ class Piece:
     stem: str
     precision: str = ""
     goes_on: bool = True
-    quick: tuple[str, ...] = ()
 
     @property
     def in_rows(self) -> bool:
@@ -89,7 +82,7 @@ class Piece:
     def command(self, asked: Setting, folder: Path, limit: float) -> list[str]:
         """The command that measures what is missing."""
         words = [sys.executable, "-m", self.module, *self.setting(asked).arguments()]
-        words += ["--out", str(folder), *self.quick * asked.quick]
+        words += ["--out", str(folder)]
         if self.in_rows:
             words += ["--limit", f"{limit * MODEL_SHARE:g}"]
         return words
@@ -97,25 +90,14 @@ class Piece:
 
 def pieces() -> tuple[Piece, ...]:
     """All pieces, in the order in which they run."""
-
-    def of(stem: str, precision: str, *, goes_on: bool = True) -> Piece:
-        name, module = f"{stem}-{precision}", f"benchmarks.{stem}"
-        quick = QUICK_MODELS if goes_on else ()
-        return Piece(name, module, stem, precision, goes_on, quick)
-
     both = [
-        piece
-        for precision in PRECISIONS
-        for piece in (
-            of("training", precision),
-            of("inference", precision, goes_on=False),
-            of("prediction", precision),
-            of("compiled", precision),
-        )
+        Piece(f"{stem}-{precision}", f"benchmarks.{stem}", stem, precision)
+        for precision in ("bf16", "fp16")
+        for stem in ("training", "inference", "prediction", "compiled")
     ]
     return (
         Piece("calibrate", "benchmarks.speeds", "calibrate", goes_on=False),
-        Piece("tests", gpu_tests.MODULE, gpu_tests.STEM, quick=QUICK_TESTS),
+        Piece("tests", gpu_tests.MODULE, gpu_tests.STEM),
         *both,
     )
 
@@ -161,9 +143,8 @@ def side_by_side(
     jobs, ended = {}, {}
     for piece in wanted:
         setting = piece.setting(asked)
-        names = piece.quick if asked.quick else piece.table().names(setting)
         done = processes.finished(piece.results(asked, folder))
-        todo = [name for name in names if name not in done]
+        todo = [name for name in piece.table().names(setting) if name not in done]
         arguments = tuple(setting.arguments())
         jobs |= {turns.Job(piece.module, n, arguments): piece for n in todo}
         ended[piece.name] = CUT_OFF if todo else FINISHED

@@ -1,8 +1,7 @@
 """`python -m benchmarks.gpu_tests`: the tests marked `gpu`, each once.
 
 The outcome of a test is kept as soon as it is known, so that a run that was ended goes
-on with the tests that it had not run.  A test that failed runs again, as does every
-test with `--again`.
+on with the tests that it had not run.  A test that failed runs again.
 """
 
 from __future__ import annotations
@@ -24,6 +23,9 @@ from .setting import Setting, add_arguments, capability, setting_of
 STEM, MODULE = "tests", "benchmarks.gpu_tests"
 MARKED = "gpu and not conformance"
 """What is run; the conformance tests need packages that a GPU machine may lack."""
+
+QUICK = ("tests/training/test_steps.py",)
+"""The tests of a quick run, which only tries the command."""
 
 NOT_COLLECTED = "not collected"
 FINE = ("passed", "skipped", "xfailed")
@@ -130,7 +132,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}")
     add_arguments(parser)
     parser.add_argument("--out", type=Path, default=report.RESULTS)
-    parser.add_argument("--again", action="store_true", help="every test again")
     parser.add_argument("--only", nargs="*", default=[], help="files or tests (all)")
     parser.add_argument("--marked", default=MARKED, help="the marks to run")
     given = parser.parse_args(arguments)
@@ -138,15 +139,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stem = given.out / setting.stem(STEM, precise=False)
     kept = stem.with_suffix(".jsonl")
     stem.parent.mkdir(parents=True, exist_ok=True)
-    if given.again:
-        kept.unlink(missing_ok=True)
     plugin = Outcomes(kept)
     write(list(plugin.known.values()), stem, setting, whole=False)
     words = ["-q", "-m", given.marked, "--continue-on-collection-errors"]
     # The packages of a GPU machine are its own.
     words += ["-o", "minversion=8", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as by Ctrl-C
-    status = pytest.main([*words, *given.only], plugins=[plugin])
+    only = given.only or QUICK * setting.quick
+    status = pytest.main([*words, *only], plugins=[plugin])
     outcomes = list(plugin.known.values())
     ran = status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
     nothing_left = status == pytest.ExitCode.NO_TESTS_COLLECTED and plugin.left_out > 0

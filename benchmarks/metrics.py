@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from autoamp.passes.check.saved_bytes import SavedBytes, saved_bytes
-from autoamp.tools.count import CountingMode, Counts, count_ops
+from autoamp.tools.count import Counts, count_ops
 
 from .errors import (
     Batch,
@@ -24,27 +24,8 @@ from .errors import (
     Step,
     float_leaves,
     output_and_grad_errors,
-    relative_error,
     training_step,
 )
-
-__all__ = [
-    "Comparison",
-    "CountingMode",
-    "Counts",
-    "Figures",
-    "SavedBytes",
-    "Step",
-    "compare_with_autocast",
-    "count_ops",
-    "float_leaves",
-    "measure",
-    "output_and_grad_errors",
-    "relative_error",
-    "saved_bytes",
-    "training_step",
-    "without_onednn",
-]
 
 SEEDS = (0, 1, 2, 3)
 """Batches per comparison; with one or two, the error of a batch is mostly chance."""
@@ -53,6 +34,7 @@ MARGIN = 1.25
 """How many times autocast's error a converted model's may be."""
 
 Context = Callable[[], AbstractContextManager[Any]]
+Taken = TypeVar("Taken")
 
 
 class ModelCase(Protocol):
@@ -176,23 +158,37 @@ def compare_with_autocast(
     fp32 = take(copy.deepcopy(original))
     references = fp32.steps
 
-    def autocast() -> AbstractContextManager[Any]:
-        return torch.autocast(device, dtype)
-
     rounded = take(with_rounded_weights(original, dtype), references)
-    failure = ""
+
+    def run(model: nn.Module, context: Context) -> Figures:
+        return take(model, references, context=context)
+
+    amp, failure = under_autocast(run, original, dtype, device)
+    converted = take(convert(copy.deepcopy(original)), references, runs=runs)
+    return Comparison(case.name, fp32, rounded, amp, converted, failure)
+
+
+def under_autocast(
+    run: Callable[[nn.Module, Context], Taken],
+    model: nn.Module,
+    dtype: torch.dtype,
+    device: str = "cpu",
+) -> tuple[Taken, str]:
+    """What `run` gives of a copy under autocast, and why not where autocast fails.
+
+    What it gives without oneDNN stands for it then, or of the whole model in `dtype`.
+    """
+    context = partial(torch.autocast, device, dtype)
     try:
-        amp = take(copy.deepcopy(original), references, context=autocast)
+        return run(copy.deepcopy(model), context), ""
     except RuntimeError as error:
         # oneDNN has no bf16 LSTM for a CPU without bf16 units; torch's own code does.
         failure = str(error).splitlines()[0]
-        try:
-            with without_onednn():
-                amp = take(copy.deepcopy(original), references, context=autocast)
-        except RuntimeError:
-            amp = take(copy.deepcopy(original).to(dtype), references)
-    converted = take(convert(copy.deepcopy(original)), references, runs=runs)
-    return Comparison(case.name, fp32, rounded, amp, converted, failure)
+    try:
+        with without_onednn():
+            return run(copy.deepcopy(model), context), failure
+    except RuntimeError:
+        return run(copy.deepcopy(model).to(dtype), nullcontext), failure
 
 
 @contextmanager

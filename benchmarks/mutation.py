@@ -1,9 +1,9 @@
 """`python -m benchmarks.mutation`: which faults in the layers that decide go unnoticed.
 
-Every mutant of `place`, `rewrite`, `check` and `pipeline` (or a sample) is put in place
-in a fork of one pytest session, which has torch imported and the tests collected;
-there the tests that reach the changed line run until one fails: those of the file's
-own test file first, and fast ones before slow ones.
+Every mutant of these layers (or a sample of each file's) is put in place in a fork of
+one pytest session, which has torch imported and the tests collected; there the tests
+that reach the changed line run until one fails: those of the file's own test file
+first, and fast ones before slow ones.
 """
 
 from __future__ import annotations
@@ -247,14 +247,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--only", default="", help="files whose path has this in it")
     parser.add_argument("--again", action="store_true", help="only the unkilled ones")
-    parser.add_argument("--table", action="store_true", help="of what is known; no run")
     parser.add_argument("--out", type=Path, default=report.RESULTS / "mutation")
     options = parser.parse_args(arguments)
     paths = [p for layer in LAYERS for p in sorted((ROOT / layer).rglob("*.py"))]
     paths = [p for p in paths if options.only in str(p.relative_to(ROOT))]
     chosen, numbers = choose(options.share, paths)
-    keep = options.again or options.table
-    known = _read(options.out.with_suffix(".json")) if keep else {}
+    known = {}
+    kept = options.out.with_suffix(".json")
+    if options.again and kept.exists():
+        known = {e.pop("key"): e for e in json.loads(kept.read_text())["mutants"]}
     found = {m.key: known[m.key] for m in chosen if m.key in known}
 
     def done(mutant: Mutant, outcome: str, by: str, seconds: float) -> None:
@@ -265,8 +266,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(mutant.change, file=sys.stderr, flush=True)
         _write(options.out, chosen, found)
 
-    if options.table:
-        return _finish(options.out, chosen, numbers, found)
     os.environ["CI"] = "1"
     todo = [
         m
@@ -281,23 +280,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if code:
         return int(code)
-    return _finish(options.out, chosen, numbers, found)
-
-
-def _finish(
-    out: Path, chosen: Sequence[Mutant], numbers: Counter[str], found: dict[str, Any]
-) -> int:
-    """Writes and prints the table of those that were run; 1 if too few were killed."""
     text, killed = table([m for m in chosen if m.key in found], numbers, found)
-    out.with_suffix(".md").write_text(text)
+    options.out.with_suffix(".md").write_text(text)
     print(text)
     return 1 if killed < WANTED else 0
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    return {e.pop("key"): e for e in json.loads(path.read_text())["mutants"]}
 
 
 def _write(out: Path, chosen: Sequence[Mutant], found: dict[str, Any]) -> None:

@@ -16,12 +16,12 @@ from functools import partial
 
 import autoamp
 
-from . import processes, report, training, turns
+from . import processes, report, turns
 from .metrics import ModelCase, to_device
-from .models import MICRO
 from .processes import Row, new_row
 from .setting import Setting
 from .step_times import QUICK_ROUNDS, interleaved
+from .training import case_in, in_one_batch
 from .ways import CPU_BF16, Prepared, Step, prepared
 
 ROUNDS = 9
@@ -36,11 +36,6 @@ pairs of ways whose measured times differ by 5 % or more, those whose predicted 
 are in the same order. Least of {rounds} interleaved rounds."""
 
 
-def names(setting: Setting) -> list[str]:
-    """The models that are measured in a setting."""
-    return [name for name in training.names(setting) if name != MICRO.name]
-
-
 def _forward_and_backward(case: ModelCase, ready: Prepared) -> None:
     case.loss(ready.forward()).backward()
     ready.model.zero_grad(set_to_none=True)
@@ -52,7 +47,7 @@ def measured(name: str, setting: Setting = CPU_BF16) -> Row:
     Raises:
         RuntimeError: no time is predicted on the device.
     """
-    case = training.case_in(setting, name)
+    case = case_in(setting, name)
     args, kwargs = to_device(case.inputs(0), setting.device)
     options = {"precision": setting.precision}
     model = case.model().to(setting.device)
@@ -136,7 +131,7 @@ def _cell(row: Row, way: str) -> str:
     return f"{taken:.0f}, {predicted:.0f}, {predicted / taken:.2f}"
 
 
-TABLE = processes.ModelTable("prediction", names, measured, text, brief)
+TABLE = processes.ModelTable("prediction", in_one_batch, measured, text, brief)
 
 if __name__ == "__main__":
     raise SystemExit(TABLE.main())

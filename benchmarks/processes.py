@@ -43,6 +43,11 @@ def mean(rows: Sequence[Row], kind: str) -> float | None:
     return statistics.geometric_mean(found) if found else None
 
 
+def ratio_text(value: float | None) -> str:
+    """A ratio in a cell of a table."""
+    return "-" if value is None else f"{value:.3f}"
+
+
 def in_a_process(
     name: str, module: str, arguments: Sequence[str] = (), limit: float = LIMIT_S
 ) -> Row:
@@ -73,24 +78,15 @@ def finished(path: Path) -> set[str]:
     return {name for name, row in kept(path).items() if not row["failures"]}
 
 
-def failures(rows: Sequence[Row]) -> list[str]:
-    """A line for each way to run a model that failed."""
-    return [
+def page(rows: Sequence[Row], machine: str, *parts: str) -> str:
+    """A page: where and when its rows were measured, its parts, and what failed."""
+    commits = ", ".join(sorted({row["commit"] for row in rows}))
+    failed = [
         f"- {row['name']}, {way}: {why}"
         for row in rows
         for way, why in row["failures"].items()
     ]
-
-
-def commits(rows: Sequence[Row]) -> str:
-    """The commits that rows were measured at."""
-    return ", ".join(sorted({row["commit"] for row in rows}))
-
-
-def page(rows: Sequence[Row], machine: str, *parts: str) -> str:
-    """A page: where and when its rows were measured, its parts, and what failed."""
-    head = f"{machine}; commit {commits(rows)}"
-    text = "\n\n".join([head, *parts, "\n".join(failures(rows))])
+    text = "\n\n".join([f"{machine}; commit {commits}", *parts, "\n".join(failed)])
     return text.rstrip() + "\n"
 
 

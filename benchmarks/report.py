@@ -76,13 +76,3 @@ def commit() -> str:
 def said(error: BaseException) -> str:
     """An error in one line."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
-
-
-def page(data: Data, *parts: str) -> str:
-    """A page: where and at which commit its figures were measured, then its parts."""
-    told = [data["capability"]]
-    if "commit" in data:
-        told.append(f"commit {data['commit']}")
-    if "note" in data:
-        told.append(data["note"])
-    return "\n\n".join(["; ".join(told), *parts]) + "\n"

@@ -21,8 +21,15 @@ STEM = "calibrate"
 
 def text(data: Data) -> str:
     """The page."""
-    command = f"`autoamp calibrate --device {data['device']}`:"
-    return report.page(data, command, f"```text\n{data['shown'].rstrip()}\n```")
+    return f"""\
+{data["capability"]}
+
+`autoamp calibrate --device {data["device"]}`:
+
+```text
+{data["shown"].rstrip()}
+```
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,8 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     print(done.stdout)
     if done.returncode == 0:
-        data = {"capability": capability(setting.device), "commit": commit()}
-        data |= {"device": setting.device, "shown": done.stdout}
+        machine = f"{capability(setting.device)}; commit {commit()}"
+        data = {"capability": machine, "device": setting.device, "shown": done.stdout}
         report.write(given.out / setting.stem(STEM, precise=False), text(data), data)
     return done.returncode
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import statistics
 import traceback
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from autoamp.passes.speeds.clock import seconds_of
 from autoamp.tools.bench_memory import Held
+from autoamp.tools.bench_step import ratio
 
 from . import report, turns
 from .models import CONVOLVE
@@ -28,9 +28,6 @@ WARM_UP, FP16_WARM_UP = 3, 12
 ROUNDS, ROUNDS_ON_GPU, QUICK_ROUNDS = 11, 7, 3
 STEPS_ON_GPU = 4
 """Steps of a timed round on a GPU: nobody waits for it between them, as in training."""
-
-SHOWN = 40
-"""The kernels that are kept by name, those that take longest."""
 
 
 def measured(
@@ -97,12 +94,8 @@ def interleaved(
 
 def ratios(taken: Mapping[str, list[float]], baseline: str) -> dict[str, float]:
     """For each name the median over rounds of its time divided by the baseline's."""
-    return {
-        name: statistics.median(
-            t / b for t, b in zip(times, taken[baseline], strict=True)
-        )
-        for name, times in taken.items()
-    }
+    base = taken[baseline]
+    return {name: ratio(times, base, paired=True)[0] for name, times in taken.items()}
 
 
 def rounds(setting: Setting) -> int:
@@ -117,11 +110,11 @@ def warm_up(setting: Setting) -> int:
     return WARM_UP if setting.precision != "fp16" or setting.quick else FP16_WARM_UP
 
 
-def shares(row: Row) -> dict[str, float]:
-    """For each way the median over rounds of its time divided by autocast's."""
+def shares(row: Row, base: str = BASELINE) -> dict[str, float]:
+    """For each way the median over rounds of its time divided by that of `base`."""
     ways = row["ways"].items()
     taken = {way: each["seconds"] for way, each in ways if "seconds" in each}
-    return ratios(taken, BASELINE) if BASELINE in taken else {}
+    return ratios(taken, base) if base in taken else {}
 
 
 def brief(row: Row) -> str:
@@ -129,20 +122,20 @@ def brief(row: Row) -> str:
     return ", ".join(f"{way} {share:.2f}" for way, share in shares(row).items())
 
 
-def table(rows: Sequence[Row], ways: Sequence[str]) -> str:
-    """The Markdown table of shares of autocast's time, geometric means at the foot."""
-    found = {row["name"]: shares(row) for row in rows}
-    others = [way for way in ways if way != BASELINE]
+def table(rows: Sequence[Row], ways: Sequence[str], base: str = BASELINE) -> str:
+    """The Markdown table of shares of a way's time, geometric means at the foot."""
+    found = {row["name"]: shares(row, base) for row in rows}
+    others = [way for way in ways if way != base]
     lines = []
     for row in rows:
-        taken = row["ways"].get(BASELINE, {}).get("seconds")
-        time = without_figure(row, BASELINE)
+        taken = row["ways"].get(base, {}).get("seconds")
+        time = without_figure(row, base, base)
         if taken:
             time = f"{1e3 * statistics.median(taken):.0f}"
         cells = [
             f"{found[row['name']][way]:.2f}"
             if way in found[row["name"]]
-            else without_figure(row, way)
+            else without_figure(row, way, base)
             for way in others
         ]
         lines.append([row["name"], time, *cells])
@@ -150,18 +143,8 @@ def table(rows: Sequence[Row], ways: Sequence[str]) -> str:
     for way in others:
         every = [each[way] for each in found.values() if way in each]
         means.append(f"{statistics.geometric_mean(every):.2f}" if every else "-")
-    header = ("model", f"{BASELINE}, ms", *others)
+    header = ("model", f"{base}, ms", *others)
     return report.markdown(header, [*lines, ["geometric mean", "", *means]])
-
-
-def gpu_table(rows: Sequence[Row], ways: Sequence[str]) -> str:
-    """The Markdown table of memory, of kernels and of the time in which they run."""
-    lines = []
-    for row in rows:
-        found = [row["ways"].get(way) for way in ways]
-        lines.append([row["name"], *(_on_gpu(each) for each in found)])
-    header = ("model", *(f"{way}: MiB, kernels, ms" for way in ways))
-    return report.markdown(header, lines)
 
 
 def _on_gpu(way: Mapping[str, Any] | None) -> str:
@@ -186,29 +169,28 @@ def ways_of(name: str, ways: Sequence[str]) -> list[str]:
     return [way for way in ways if has or not way.endswith(CHANNELS_LAST)]
 
 
-def without_figure(row: Row, way: str) -> str:
+def without_figure(row: Row, way: str, base: str = BASELINE) -> str:
     """What stands in the place of a figure that a row does not have."""
     if way not in ways_of(row["name"], [way]):
         return "-"
-    failed = {way, "all", BASELINE} & set(row["failures"])
+    failed = {way, "all", base} & set(row["failures"])
     return "failed" if failed else "not measured"
-
-
-def tables_of(rows: Sequence[Row], ways: Sequence[str], setting: Setting) -> list[str]:
-    """The table of times and, on a GPU, of what was counted there."""
-    return [table(rows, ways), *gpu_tables(rows, setting)]
 
 
 def gpu_tables(rows: Sequence[Row], setting: Setting) -> list[str]:
     """What was counted on a GPU, if there was one."""
     if setting.device == "cpu":
         return []
-    every = dict.fromkeys(way for row in rows for way in row["ways"])
-    return [GPU_NOTE, gpu_table(rows, [*every])]
+    ways = [*dict.fromkeys(way for row in rows for way in row["ways"])]
+    header = ("model", *(f"{way}: MiB, kernels, ms" for way in ways))
+    lines = [
+        [row["name"], *(_on_gpu(row["ways"].get(way)) for way in ways)] for row in rows
+    ]
+    return [GPU_NOTE, report.markdown(header, lines)]
 
 
 def _kernels(step: Callable[[], None], device: str) -> dict[str, Any]:
-    """The kernels of a step: how many, the seconds they run, and the longest by name.
+    """The kernels of a step: how many, and the seconds they run.
 
     Copies and fills of memory count as kernels.
     """
@@ -216,20 +198,12 @@ def _kernels(step: Callable[[], None], device: str) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as taken:
         step()
         torch.cuda.synchronize(device)
-    calls, seconds = Counter[str](), Counter[str]()
-    for event in taken.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            calls[event.name] += 1
-            seconds[event.name] += event.self_device_time_total / 1e6
-    longest = [
-        {"name": name[:160], "calls": calls[name], "seconds": round(each, 7)}
-        for name, each in seconds.most_common(SHOWN)
+    every = [
+        event.self_device_time_total / 1e6
+        for event in taken.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
     ]
-    return {
-        "kernels": calls.total(),
-        "busy": seconds.total(),
-        "longest": longest,
-    }
+    return {"kernels": len(every), "busy": sum(every)}
 
 
 def _counted(step: Callable[[], None], held: int, device: str) -> dict[str, Any]:

@@ -324,11 +324,6 @@ def _has_kernel(op: torch._ops.OpOverload) -> bool:
     return any(has(op.name(), key) for key in keys)
 
 
-def is_cast(line: Line) -> bool:
-    """Whether the calls of a line change a float dtype and do nothing else."""
-    return line.op in _CASTS and " to " in line.dtypes and "int" not in line.dtypes
-
-
 def _line(name: str, inputs: Any, out: Any) -> Line:
     if name in _CASTS and name != "_to_copy":  # a copy's first argument is its result
         out, inputs = inputs[0][:2]

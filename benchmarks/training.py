@@ -35,9 +35,14 @@ def names(setting: Setting) -> list[str]:
     return [case.name for case in cases]
 
 
+def in_one_batch(setting: Setting) -> list[str]:
+    """Those of which a step has one batch."""
+    return [name for name in names(setting) if name != MICRO.name]
+
+
 def case_in(setting: Setting, name: str) -> ModelCase:
     """The model of a setting with that name."""
-    if not setting.full_size:
+    if not setting.full_size or name.startswith("zoo/"):
         return case_of(name)
     return {case.name: case for case in models.gpu_cases(setting.quick)}[name]
 
@@ -72,17 +77,12 @@ def text(rows: Sequence[Row], setting: Setting, machine: str) -> str:
 A training step in {setting.precision} (forward, backward, SGD){scaled} as part of the \
 time of the same step
 under torch.autocast, medians of {rounds(setting)} interleaved rounds. {batches}"""
-    tables = step_times.tables_of(rows, ways(setting), setting)
-    return processes.page(rows, machine, note, *tables)
+    timed = step_times.table(rows, ways(setting))
+    on_gpu = step_times.gpu_tables(rows, setting)
+    return processes.page(rows, machine, note, timed, *on_gpu)
 
 
-TABLE = processes.ModelTable(
-    "training",
-    names,
-    measured,
-    text,
-    step_times.brief,
-)
+TABLE = processes.ModelTable("training", names, measured, text, step_times.brief)
 
 if __name__ == "__main__":
     raise SystemExit(TABLE.main())

@@ -19,7 +19,6 @@ from .metrics import ModelCase, to_device
 from .setting import Setting
 
 CPU_BF16 = Setting()
-BF16 = torch.bfloat16
 INDUCTOR = ", inductor"
 """The end of the name of a way that inductor compiles."""
 
@@ -66,7 +65,12 @@ def prepared(
     way, last, _ = way.partition(CHANNELS_LAST)
     model, batch = case.model().to(device), to_device(case.inputs(0), device)
     if last:
-        model, batch = model.to(memory_format=torch.channels_last), _last(batch)
+        model = model.to(memory_format=torch.channels_last)
+        batch = pytree.tree_map_only(
+            Tensor,
+            lambda t: t.to(memory_format=torch.channels_last) if t.dim() == 4 else t,
+            batch,
+        )
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     if way.startswith("autoamp"):
         given = {"do_no_harm": False, "strict": True, **options}
@@ -83,17 +87,6 @@ def prepared(
         )
     call: Callable[..., Any] = torch.compile(model) if comma else model
     return Prepared(call, context, batch, model)
-
-
-def _last(batch: Batch) -> Batch:
-    """The batch with its images channels last."""
-
-    def moved(value: Tensor) -> Tensor:
-        images = value.dim() == 4
-        return value.to(memory_format=torch.channels_last) if images else value
-
-    lying: Batch = pytree.tree_map_only(Tensor, moved, batch)
-    return lying
 
 
 def scaler_of(way: str, setting: Setting) -> torch.amp.GradScaler | None:

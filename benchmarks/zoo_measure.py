@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -23,7 +23,6 @@ import autoamp
 from autoamp.passes.check.saved_bytes import saved_bytes
 from autoamp.tools.count import count_ops
 
-from .conformance import cost_shortfalls
 from .errors import (
     Step,
     has_finite_grads,
@@ -34,11 +33,13 @@ from .errors import (
 )
 from .metrics import (
     SEEDS,
+    Context,
     ModelCase,
     compare_with_autocast,
+    under_autocast,
     with_rounded_weights,
-    without_onednn,
 )
+from .shortfalls import cost_shortfalls
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SHORT = {BF16: "bf16", FP16: "fp16"}
@@ -53,7 +54,6 @@ MOST_ROUNDS = 20
 """Of steps on all batches, each of which halves the loss scale while it must."""
 
 Kind = Literal["output", "grad", "inference"]
-Context = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def asked(case: ModelCase, dtype: torch.dtype, seeds: Sequence[int]) -> Taken:
     """Outputs in evaluation mode under `torch.inference_mode`, one for each batch."""
     original = case.model().eval()
     run = partial(outputs, case, seeds)
-    amp, failure = _peer(run, original, dtype)
+    amp, failure = under_autocast(run, original, dtype)
     ours = run(convert(copy.deepcopy(original), dtype))
     return Taken(
         run(original), ours, amp, run(with_rounded_weights(original, dtype)), failure
@@ -163,7 +163,8 @@ def trained(case: ModelCase, dtype: torch.dtype, seeds: Sequence[int]) -> Taken:
     settled = _settled(case, original, dtype, seeds)
     run = partial(_steps, case, seeds)
     ours = run(settled.model)
-    amp, failure = _peer(partial(_finite, run, settled.scale), original, dtype)
+    at_scale = partial(_finite, run, settled.scale)
+    amp, failure = under_autocast(at_scale, original, dtype)
     return Taken(
         run(copy.deepcopy(original)),
         ours,
@@ -250,27 +251,6 @@ def convert(model: nn.Module, dtype: torch.dtype, **options: Any) -> nn.Module:
         model, precision=SHORT[dtype], do_no_harm=False, strict=True, **options
     )
     return converted
-
-
-def autocast(dtype: torch.dtype) -> Context:
-    """A context manager to be made for each call."""
-    return lambda: torch.autocast("cpu", dtype)
-
-
-def _peer(
-    run: Callable[[nn.Module, Context], list[Any]], model: nn.Module, dtype: torch.dtype
-) -> tuple[list[Any], str]:
-    """What `run` gives under autocast, and why not where autocast fails."""
-    context = autocast(dtype)
-    try:
-        return run(copy.deepcopy(model), context), ""
-    except RuntimeError as error:
-        failure = str(error).splitlines()[0]
-    try:
-        with without_onednn():
-            return run(copy.deepcopy(model), context), failure
-    except RuntimeError:
-        return run(copy.deepcopy(model).to(dtype), nullcontext), failure
 
 
 # -- a row ----------------------------------------------------------------------------
@@ -411,7 +391,10 @@ def _inference(case: ModelCase, dtype: torch.dtype, row: Row) -> None:
         counted(converted)  # captures
         row.casts_inference = (
             _casts(partial(counted, converted), converted),
-            _casts(partial(counted, original, autocast(dtype)), original),
+            _casts(
+                partial(counted, original, partial(torch.autocast, "cpu", dtype)),
+                original,
+            ),
         )
         mine, theirs = row.casts_inference
         row.expect(mine <= theirs, f"{kind} casts {mine} > autocast's {theirs}")

@@ -44,7 +44,6 @@ from tests.says import says
 
 PAGES = {
     "calibrate-nvidia-h100-80gb-hbm3": "speeds",
-    "conformance": "conformance",
     "curves": "curves",
     "zoo": "zoo",
 }

@@ -1,7 +1,4 @@
-"""Real models train under the pass, and no worse than under `torch.autocast`.
-
-The figures are those `python -m benchmarks.conformance` prints.
-"""
+"""Real models train under the pass, and no worse than under `torch.autocast`."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from benchmarks.conformance import shortfalls, table, unknown_shortfalls
+from benchmarks.shortfalls import shortfalls, unknown_shortfalls
 from tests.metrics import (
     Comparison,
     compare_with_autocast,
@@ -139,7 +136,6 @@ def test_trains_and_is_no_worse_than_autocast(case: Case) -> None:
 
     device = torch.get_default_device().type
     record = compare_with_autocast(case, convert_and_keep, runs=runs, device=device)
-    print(table([record]))
     assert not unknown_shortfalls(record), "\n".join(unknown_shortfalls(record))
     unlisted = {op.op for op in autoamp.report(made[0]).ops if not op.listed}
     assert not unlisted, f"no rule lists {sorted(unlisted)}"
