@@ -129,16 +129,47 @@ def under_ceiling(gm: fx.GraphModule, classified: Classified) -> Classified:
     low = low_under_autocast(classified)
     kernels = {n for n in classified.verdicts if _rounds_once(n, classified, low)}
     moves = find_moves(gm, classified, kernels)
-    found = dict(classified.verdicts)
+    verdicts = dict(classified.verdicts)
     for name, verdict in classified.verdicts.items():
         makes_floats = classified.facts.nodes[name].makes_floats
         if verdict.pinned or name in low or not makes_floats:
             continue
         if name in moves:
-            found[name] = replace(verdict, moves=True)
+            verdicts[name] = replace(verdict, moves=True)
         else:
-            found[name] = _held(name, classified, low)
-    return replace(classified, verdicts=found)
+            verdicts[name] = _held(name, classified, low)
+    return replace(classified, verdicts=verdicts)
+
+
+def _held(name: str, classified: Classified, low: frozenset[str]) -> Verdict:
+    """The verdict of a node that autocast leaves fp32, now pinned to fp32."""
+    facts, verdict = classified.facts, classified.verdicts[name]
+    fact = facts.nodes[name]
+    if verdict.autocast is Category.DENY:
+        reason = f"torch.autocast on {fact.device} computes it in fp32, and gives fp32"
+        return replace(verdict, pinned=True, reason=reason, origin=AUTOCAST)
+    modes = verdict.modes
+    if fact.base in family("promoting"):
+        # These kernels widen a low operand as they read it. That is exact, needs no
+        # cast, and lets the backward save the low value.
+        modes = tuple(
+            "any" if mode == "same" and facts.producer(o.value) in low else mode
+            for o, mode in classified.reads(name)
+        )
+    promoting = _promoting(name, classified)
+    wide = next((v for v in promoting if facts.producer(v) not in low), None)
+    if wide is not None:
+        what = "which is fp32"
+        if wide in facts.constants:
+            what = "a parameter" if wide in facts.parameters else "fp32 from outside"
+        reason = f"reads {wide}, {what}: type promotion leaves it fp32"
+    elif fact.widens:
+        reason = "stands for calls that type promotion leaves fp32, and is read in fp32"
+    else:
+        reason = "reads nothing low: type promotion leaves it fp32"
+    if verdict.origin.endswith("="):  # the user's own list
+        reason = f"{verdict.reason}; {reason}"
+    return replace(verdict, pinned=True, reason=reason, origin=CEILING, modes=modes)
 
 
 def _rounds_once(name: str, classified: Classified, low: frozenset[str]) -> bool:
@@ -154,37 +185,3 @@ def _rounds_once(name: str, classified: Classified, low: frozenset[str]) -> bool
         return False
     read = [o.value for o, mode in classified.reads(name) if mode in PROMOTE]
     return bool(read) and all(facts.producer(value) in low for value in read)
-
-
-def _held(name: str, classified: Classified, low: frozenset[str]) -> Verdict:
-    """The verdict of a node that autocast leaves fp32, now pinned to fp32."""
-    facts, verdict = classified.facts, classified.verdicts[name]
-    if verdict.autocast is Category.DENY:
-        device = facts.nodes[name].device
-        reason = f"torch.autocast on {device} computes it in fp32, and gives fp32"
-        return replace(verdict, pinned=True, reason=reason, origin=AUTOCAST)
-    modes = verdict.modes
-    if facts.nodes[name].base in family("promoting"):
-        # These kernels widen a low operand as they read it. That is exact, needs no
-        # cast, and lets the backward save the low value.
-        modes = tuple(
-            "any" if mode == "same" and facts.producer(o.value) in low else mode
-            for o, mode in classified.reads(name)
-        )
-    reason = _reason(name, classified, low)
-    if verdict.origin.endswith("="):  # the user's own list
-        reason = f"{verdict.reason}; {reason}"
-    return replace(verdict, pinned=True, reason=reason, origin=CEILING, modes=modes)
-
-
-def _reason(name: str, classified: Classified, low: frozenset[str]) -> str:
-    facts, promoting = classified.facts, _promoting(name, classified)
-    wide = next((v for v in promoting if facts.producer(v) not in low), None)
-    if wide is None and facts.nodes[name].widens:
-        return "stands for calls that type promotion leaves fp32, and is read in fp32"
-    if wide is None:
-        return "reads nothing low: type promotion leaves it fp32"
-    what = "which is fp32"
-    if wide in facts.constants:
-        what = "a parameter" if wide in facts.parameters else "fp32 from outside"
-    return f"reads {wide}, {what}: type promotion leaves it fp32"

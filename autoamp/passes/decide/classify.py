@@ -107,29 +107,25 @@ def classify(
             verdicts[name] = _verdict(nodes[name], fact, under)
         except Exception as error:
             raise PassError.at(name, error) from error
-    facts = _with_fp32_results(facts, verdicts)
-    found = Classified(facts, verdicts)
-    # The ceiling reads the pins of the whole graph, so every call has its verdict by
-    # now.
-    if ceiling:
-        found = under_ceiling(gm, found)
-    by_node = {name: _rule_of(node, rules) for name, node in nodes.items()}
-    extreme = extreme_values(gm, found, by_node, low)
-    verdicts = {
-        name: _casting_extremes(verdict, facts.nodes[name], extreme)
-        for name, verdict in found.verdicts.items()
-    }
-    return Classified(facts, verdicts, extreme)
-
-
-def _with_fp32_results(facts: Facts, verdicts: Mapping[str, Verdict]) -> Facts:
-    """The facts, in which calls that give fp32 in either precision are marked."""
-    marked = {
+    # A call that gives fp32 in either precision widens nothing that it reads.
+    wide = {
         name: replace(facts.nodes[name], keeps_state=True)
         for name, verdict in verdicts.items()
         if verdict.fp32_results
     }
-    return replace(facts, nodes={**facts.nodes, **marked}) if marked else facts
+    facts = replace(facts, nodes={**facts.nodes, **wide}) if wide else facts
+    classified = Classified(facts, verdicts)
+    # The ceiling reads the pins of the whole graph, so every call has its verdict by
+    # now.
+    if ceiling:
+        classified = under_ceiling(gm, classified)
+    by_node = {name: _rule_of(node, rules) for name, node in nodes.items()}
+    extreme = extreme_values(gm, classified, by_node, low)
+    verdicts = {
+        name: _casting_extremes(verdict, facts.nodes[name], extreme)
+        for name, verdict in classified.verdicts.items()
+    }
+    return Classified(facts, verdicts, extreme)
 
 
 def _casting_extremes(
@@ -177,10 +173,10 @@ def _verdict(node: fx.Node, fact: NodeFacts, under: Context) -> Verdict:
     if not under.to_the_letter and cut_off(node, under.low, under.known):
         verdict = replace(verdict, moves=not verdict.pinned)
     verdict = replace(verdict, autocast=_autocasts(node, fact, rule))
-    found = first_pin(Site(node, fact, verdict, under))
-    if found is None:
+    held = first_pin(Site(node, fact, verdict, under))
+    if held is None:
         return verdict
-    pin, reason = found
+    pin, reason = held
     return replace(
         verdict,
         pinned=True,
@@ -327,28 +323,24 @@ def _reduces_at_least(node: fx.Node, facts: NodeFacts, count: int) -> bool:
 
     A scan (cumsum) writes as many elements as it reads, so its axis counts instead.
     """
-    dim, read = argument(node, "dim"), _sizes_read(node)
-    if _reduces_unknown(node, dim, read):
+    dim = argument(node, "dim")
+    first = next((n for n in node.all_input_nodes if "val" in n.meta), None)
+    read = list(getattr(first.meta["val"], "shape", ())) if first is not None else []
+    results = tensors_of(node.meta.get("val"))
+    written = list(results[0].shape) if results else []
+    # A reduced axis of symbolic size may have any length at a later call.
+    if read == written and isinstance(dim, int) and read:
+        if not isinstance(read[dim], int):
+            return True
+    elif _symbols(read) - _symbols(written):
         return True
     if facts.numel and facts.numel == facts.read_numel and isinstance(dim, int):
         return bool(read) and bool(compat.hint(read[dim]) >= count)
     return bool(facts.read_numel >= count * max(facts.numel, 1))
 
 
-def _reduces_unknown(node: fx.Node, dim: object, read: list[Any]) -> bool:
-    """Whether a reduced axis is symbolic: later calls may have it at any length."""
-    made = tensors_of(node.meta.get("val"))
-    kept = made[0].shape if made else ()
-    if read == list(kept) and isinstance(dim, int) and read:
-        return not isinstance(read[dim], int)
-    unknown = Counter(str(s) for s in read if not isinstance(s, int))
-    return bool(unknown - Counter(str(s) for s in kept if not isinstance(s, int)))
-
-
-def _sizes_read(node: fx.Node) -> list[Any]:
-    first = next((n for n in node.all_input_nodes if "val" in n.meta), None)
-    value = first.meta["val"] if first is not None else None
-    return list(getattr(value, "shape", ()))
+def _symbols(sizes: Sequence[Any]) -> Counter[str]:
+    return Counter(str(size) for size in sizes if not isinstance(size, int))
 
 
 def _contracts(node: fx.Node, wanted: bool) -> bool:
@@ -623,20 +615,15 @@ def _handed_on(
 def _positional(node: fx.Node, device: str) -> tuple[list[str], list[Any]]:
     """The arguments of a call in the order of its schema, as fake tensors."""
     op: Any = node.target
-    given = dict(named_arguments(node))
-    names: list[str] = []
-    args: list[Any] = []
-    for each in compat.schema(op).arguments:
-        if not each.kwarg_only:
-            names.append(each.name)
-            args.append(given.get(each.name, each.default_value))
-    values = fx.map_arg(args, lambda n: _fake_on(n.meta["val"], device))
-    return names, list(values)
+    by_name = dict(named_arguments(node))
+    positional = [a for a in compat.schema(op).arguments if not a.kwarg_only]
+    args = [by_name.get(a.name, a.default_value) for a in positional]
 
+    def fake(operand: fx.Node) -> Any:
+        value = operand.meta["val"]
+        if not isinstance(value, compat.FakeTensor) or value.device.type == device:
+            return value
+        with value.fake_mode:
+            return torch.empty_like(value, device=device)
 
-def _fake_on(value: Any, device: str) -> Any:
-    """A fake tensor like `value` on a device type; another value as it is."""
-    if not isinstance(value, compat.FakeTensor) or value.device.type == device:
-        return value
-    with value.fake_mode:
-        return torch.empty_like(value, device=device)
+    return [a.name for a in positional], list(fx.map_arg(args, fake))

@@ -68,14 +68,6 @@ class Prices:
     wide: Mapping[str, int] = field(default_factory=dict)
 
 
-"""A source of prices, called as `price_graph` without its device: a model of a device,
-or measurements on one.
-
-The roofline of a device that this machine lacks is
-`functools.partial(price_graph, device=Device(...))`.
-"""
-
-
 def price_graph(
     gm: fx.GraphModule,
     classified: Classified,
@@ -244,7 +236,11 @@ def _parts(
     low = itemsize < HIGH_DTYPE.itemsize
     moved = itemsize * (fact.read_numel + fact.numel)
     if MESH_CALL in node.meta and not fact.op.startswith("aten"):
-        return _crossing(node.meta[MESH_CALL], moved, fact, device)
+        # A call between ranks, over the quickest link that there may be.
+        call: MeshCall = node.meta[MESH_CALL]
+        times = call.sends + (call.sends_back and fact.requires_grad)
+        sent = times * moved * MEMORY_OVER_LINK / device.bytes_per_ns
+        return Parts(times * device.launch_ns, sent, 0.0)
     if not flops:
         heavy = fact.base.rstrip("_") in family("function_of_each_number")
         bandwidth = device.bandwidth(moved, low=low, heavy=heavy)
@@ -263,13 +259,6 @@ def _numbers_of(node: fx.Node, fact: NodeFacts) -> float | None:
     if MESH_CALL in node.meta and not fact.op.startswith("aten"):
         return 0.0
     return flops_of(node, fact) * float(node.meta.get(COMPUTED, 1.0))
-
-
-def _crossing(call: MeshCall, moved: int, fact: NodeFacts, device: Device) -> Parts:
-    """The parts of a call between ranks, over the quickest link that there may be."""
-    times = call.sends + (call.sends_back and fact.requires_grad)
-    sent = times * moved * MEMORY_OVER_LINK / device.bytes_per_ns
-    return Parts(times * device.launch_ns, sent, 0.0)
 
 
 def kind_of_product(node: fx.Node, fact: NodeFacts) -> str:

@@ -317,9 +317,17 @@ def full_name(name: str) -> str:
     spelled = _spellings()
     if text in spelled:
         return spelled[text]
+    number = re.fullmatch(r"(?:cuda:)?sm(\d+)", text)
+    if number:
+        keys = {int(key[3:]): key for key in figures() if key.startswith("sm_")}
+        nearest = keys[min(keys, key=lambda n: abs(n - int(number[1])))]
+    else:
+        kinds = [kind for kind, row in KINDS.items() if row.model_here is not None]
+        # A cut-off of 0: one name is always the closest.
+        (nearest,) = difflib.get_close_matches(text, [*kinds, *spelled], 1, 0.0)
     products = [_also(row)[0] for key, row in figures().items() if key[:3] == "sm_"]
     raise OptionError(
-        f"device={name!r} is unknown; the nearest name is {_nearest(text)!r}; figures "
+        f"device={name!r} is unknown; the nearest name is {nearest!r}; figures "
         f"are known for {', '.join([*products, *known_devices()])}"
     )
 
@@ -342,17 +350,6 @@ def _spellings() -> dict[str, str]:
 def _also(row: Mapping[str, Any]) -> list[str]:
     """The names by which people call the product of a row."""
     return [*row.get("also", ())]
-
-
-def _nearest(text: str) -> str:
-    """The known name that is most like `text`, as a user would write it."""
-    number = re.fullmatch(r"(?:cuda:)?sm(\d+)", text)
-    if number:
-        keys = {int(key[3:]): key for key in figures() if key.startswith("sm_")}
-        return keys[min(keys, key=lambda known: abs(known - int(number[1])))]
-    there = [kind for kind, row in KINDS.items() if row.model_here is not None]
-    # A cut-off of 0: one name is always the closest.
-    return difflib.get_close_matches(text, [*there, *_spellings()], 1, 0.0)[0]
 
 
 def named_device(name: str, low: torch.dtype) -> Device:

@@ -93,20 +93,17 @@ def _made(node: fx.Node, known: Known) -> int | float | None:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return None
-    settled = not (mutates(node.target) or is_random(node.target))
-    return _computed(node, known) if settled and is_pointwise(node.target) else None
-
-
-def _computed(node: fx.Node, known: Known) -> float:
-    """The number that a call makes of known numbers: `-torch.tensor(1e9)`."""
+    if mutates(node.target) or is_random(node.target) or not is_pointwise(node.target):
+        return None
 
     def operand(leaf: fx.Node) -> Any:
         # float64 rounds no number of the model's; the process may have another default
         # device.
         return torch.tensor(known[leaf.name], dtype=torch.float64, device="cpu")
 
+    # `-torch.tensor(1e9)` is computed now.
     args, kwargs = fx.map_arg((node.args, node.kwargs), operand)
-    return float(node.target(*args, **kwargs))  # type: ignore[operator]
+    return float(node.target(*args, **kwargs))
 
 
 def scales(target: compat.OpOverload, category: Category) -> bool:
@@ -167,39 +164,43 @@ def extreme_values(
     """
     limit = largest(low)
     facts = classified.facts
-    products = _made_by_products(gm, classified)
-    found = {n.name for n in gm.graph.nodes if _is_extreme_number(gm, n, limit)}
+    # Allow ops, and all nodes that are computed from allow ops.
+    products: set[fx.Node] = set()
+    extreme: set[str] = set()
     for node in gm.graph.nodes:
-        if node.op == "call_function":
-            rule = rules.get(node.name)
-            allowed = node in products and classified.is_allowed(node.name)
-            if not (allowed or _is_bounded(node, rule, limit)) and (
-                _holds_extreme(node, limit)
-                or any(
-                    n.name in found and facts.nodes[n.name].makes_floats
-                    for n in node.all_input_nodes
+        allowed = classified.is_allowed(node.name)
+        if allowed or any(n in products for n in node.all_input_nodes):
+            products.add(node)
+        if node.op == "get_attr":
+            number = compat.held_number(operator.attrgetter(str(node.target))(gm))
+            is_extreme = number is not None and limit * 0.99 < abs(number) < math.inf
+        else:
+            is_extreme = (
+                node.op == "call_function"
+                and not (allowed or _is_bounded(node, rules.get(node.name), limit))
+                and (
+                    _holds_extreme(node, limit)
+                    or any(
+                        n.name in extreme and facts.nodes[n.name].makes_floats
+                        for n in node.all_input_nodes
+                    )
                 )
-            ):
-                found.add(node.name)
-    _masks_given_from_outside(gm, facts, products, found)
-    return frozenset(found)
+            )
+        if is_extreme:
+            extreme.add(node.name)
+    _masks_given_from_outside(gm, facts, products, extreme)
+    return frozenset(extreme)
 
 
 def _is_bounded(node: fx.Node, rule: Rule | None, limit: float) -> bool:
     """Whether an op's result is within `limit` whatever its operands are."""
-    if rule is None:
-        return False
-    given = [argument(node, n, _default(node, n)) for n in rule.restores_given]
-    if given and all(isinstance(n, int | float) for n in given):
-        return bool(max(map(abs, given)) <= limit)
-    return rule.restores and not given
-
-
-def _default(node: fx.Node, name: str) -> Any:
-    """The default that the schema of a torch op gives for argument `name`."""
+    if rule is None or not rule.restores_given:
+        return rule is not None and rule.restores
     assert isinstance(node.target, compat.OpOverload)
     defaults = {a.name: a.default_value for a in compat.schema(node.target).arguments}
-    return defaults.get(name)
+    bounds = [argument(node, n, defaults.get(n)) for n in rule.restores_given]
+    is_given = all(isinstance(n, int | float) for n in bounds)
+    return is_given and bool(max(map(abs, bounds)) <= limit)
 
 
 def _holds_extreme(node: fx.Node, limit: float) -> bool:
@@ -217,14 +218,6 @@ def _holds_extreme(node: fx.Node, limit: float) -> bool:
         isinstance(value, float) and math.isfinite(value) and abs(value) > limit * 0.99
         for _, value in named_arguments(node)
     )
-
-
-def _is_extreme_number(gm: fx.GraphModule, node: fx.Node, limit: float) -> bool:
-    """Whether an attribute holds one extreme number: `torch.tensor(finfo.min)`."""
-    if node.op != "get_attr":
-        return False
-    number = compat.held_number(operator.attrgetter(str(node.target))(gm))
-    return number is not None and limit * 0.99 < abs(number) < math.inf
 
 
 def _masks_given_from_outside(
@@ -249,28 +242,13 @@ def _masks_given_from_outside(
                 added = scores.all_input_nodes
                 if any(a in products for a in added):
                     masks = [a for a in added if a not in products]
-        _mark_with_sources(masks, facts, extreme)
-
-
-def _mark_with_sources(masks: list[fx.Node], facts: Facts, extreme: set[str]) -> None:
-    """Marks masks and the values they are made from, except values with gradients."""
-    chain = list(masks)
-    while chain:
-        at = chain.pop()
-        fact = facts.nodes.get(at.name)
-        # What takes a gradient is computed with, and is no mask.
-        if fact is None or fact.requires_grad or at.name in extreme:
-            continue
-        extreme.add(at.name)
-        if at.op == "call_function":
-            chain.extend(at.all_input_nodes)
-
-
-def _made_by_products(gm: fx.GraphModule, classified: Classified) -> set[fx.Node]:
-    """Allow ops and all nodes that are computed from allow ops."""
-    found: set[fx.Node] = set()
-    for node in gm.graph.nodes:
-        above = any(n in found for n in node.all_input_nodes)
-        if above or classified.is_allowed(node.name):
-            found.add(node)
-    return found
+        # A mask is extreme with all the values that it is made from.
+        while masks:
+            source = masks.pop()
+            fact = facts.nodes.get(source.name)
+            # What takes a gradient is computed with, and is no mask.
+            if fact is None or fact.requires_grad or source.name in extreme:
+                continue
+            extreme.add(source.name)
+            if source.op == "call_function":
+                masks.extend(source.all_input_nodes)

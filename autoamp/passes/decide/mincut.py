@@ -101,6 +101,7 @@ def energy(problem: Problem, source: frozenset[str]) -> int | None:
     """
     if source & problem.at_sink.keys() or problem.at_source.keys() - source:
         return None
+    # A tie is two edges, a follower one: see `Network`, which says the same as a cut.
     if any((a in source) != (b in source) for a, b, _ in problem.ties):
         return None
     if any(a in source and b not in source for a, b, _ in problem.follows):
@@ -145,10 +146,10 @@ def solve(problem: Problem) -> Solution:
         ContradictionError: the constraints contradict each other.
     """
     network = Network(problem)
-    found = network.solution(problem.unary)
-    if found is None:
+    solution = network.solution(problem.unary)
+    if solution is None:
         raise contradiction(problem)
-    return found
+    return solution
 
 
 class Network:
@@ -227,10 +228,18 @@ class Network:
         """Adds the edges of a group whose value can be made for the sink side."""
         assert group.to_source is not None
         assert group.to_sink is not None
+        # The edges without end make `some_source` follow any reader to the source side,
+        # and `some_sink` any reader, or the value, to the sink side.  What is cut is:
+        #
+        #     value    readers       edges that are cut                     price
+        #     source   all source    none                                   0
+        #     source   all sink      value -> some_sink                     made
+        #     source   on both       that, some_source -> some_sink         to_sink
+        #     sink     all sink      none                                   0
+        #     sink     any source    some_source -> value, -> some_sink     to_source
+        #
+        # No capacity is negative within the bounds of `Group.made`.
         some_source, some_sink = ("source", number), ("sink", number)
-        # With the value on the source side, readers on both sides pay `made + more`,
-        # which is `to_sink`; with the value on the sink side, readers on the source
-        # side pay `more` and the rest of `to_source`.
         more = group.to_sink - made
         self._edge(group.value, some_sink, made)
         self._edge(some_source, some_sink, more)
@@ -255,6 +264,8 @@ class Network:
         Nothing else may be asked of the network afterwards.
         """
         self.settle()
+        # A node that constraints pull to both sides may have been contracted: then the
+        # contradiction stands in the constant, and no flow is needed.
         if self.constant >= self.never:
             return None
         source, flow = self.cut()

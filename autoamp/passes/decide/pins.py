@@ -63,28 +63,25 @@ def views_down_to(value: str, facts: Facts) -> tuple[list[str], str]:
 
 
 def _has_gaps(node: fx.Node) -> bool:
-    """Whether a node makes a tensor with gaps, or whose elements share memory."""
-    return any(
-        t.layout is torch.strided and not _is_dense(t)
-        for t in tensors_of(node.meta.get("val"))
-    )
+    """Whether a node makes a tensor with gaps, or whose elements share memory.
 
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a copy of `tensor` has its strides; a symbolic size is taken as it was.
-
-    A dimension of one element may have any stride.
+    A copy of any other tensor has its strides.  A symbolic size is taken as it was.
     """
-    sizes = [compat.hint(s) for s in tensor.shape]
-    strides = [compat.hint(s) for s in tensor.stride()]
-    expected = 1
-    # From the innermost dimension out: without gaps each stride is the product of the
-    # sizes inside.
-    for stride, size in sorted(zip(strides, sizes, strict=True)):
-        if size != 1 and stride != expected:
-            return 0 in sizes
-        expected *= size
-    return True
+    for tensor in tensors_of(node.meta.get("val")):
+        if tensor.layout is not torch.strided:
+            continue
+        sizes = [compat.hint(s) for s in tensor.shape]
+        if 0 in sizes:
+            continue
+        strides = [compat.hint(s) for s in tensor.stride()]
+        inside = 1
+        # From the innermost dimension out: without gaps each stride is the product of
+        # the sizes inside.  A dimension of one element may have any stride.
+        for stride, size in sorted(zip(strides, sizes, strict=True)):
+            if size != 1 and stride != inside:
+                return True
+            inside *= size
+    return False
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from autoamp.passes.decide.ceiling import low_under_autocast
 from autoamp.passes.decide.mincut import Problem
 from autoamp.passes.decide.verdict import Classified
 from autoamp.passes.rules import Category, family
-from autoamp.passes.see.facts import Facts
 
 
 def forced(classified: Classified) -> frozenset[str]:
@@ -52,9 +51,19 @@ def tensorflow(classified: Classified) -> frozenset[str]:
     clear = {n for n, k in kind.items() if k is Category.CLEAR}
     edges = _edges(classified)
     after, before = edges.succ, edges.pred
-    clusters = _written_together(facts, kind)
+    # The nodes on one written storage can only have one precision.  TensorFlow's lists
+    # of tensors are such sets; nothing else in its graphs is.
+    written: dict[int, set[str]] = defaultdict(set)
+    for name, fact in facts.nodes.items():
+        if fact.is_value and fact.storage in facts.mutated:
+            written[fact.storage].add(facts.producer(name))
+    clusters = [cluster & kind.keys() for cluster in written.values()]
 
-    denied = _denied(kind, after, before)
+    # Step 2: downstream of a deny op, up to the last deny or infer op.
+    denied = {n for n, k in kind.items() if k is Category.DENY}
+    deny_like = denied | {n for n, k in kind.items() if k is Category.INFER}
+    leads = _reach(deny_like, before, clear)
+    denied |= _reach(denied, after, deny_like | leads)
     denied |= {n for c in clusters if denied & c for n in c}
     allow = {n for n in free - denied if kind[n] is Category.ALLOW}
     between = {n for n in free - denied - allow if kind[n] is not Category.DENY}
@@ -69,31 +78,6 @@ def tensorflow(classified: Classified) -> frozenset[str]:
     # One storage has one dtype: without this line `project` would raise them all.
     low |= {n for c in clusters if low & c and c <= free - denied for n in c}
     return frozenset(low | _casts_read_low(classified, low))
-
-
-def _denied(
-    kind: Mapping[str, Category],
-    after: Mapping[str, Iterable[str]],
-    before: Mapping[str, Iterable[str]],
-) -> set[str]:
-    """Deny ops, and the ops downstream of them up to the last deny or infer op."""
-    denied = {n for n, k in kind.items() if k is Category.DENY}
-    deny_like = denied | {n for n, k in kind.items() if k is Category.INFER}
-    clear = {n for n, k in kind.items() if k is Category.CLEAR}
-    leads = _reach(deny_like, before, clear)
-    return denied | _reach(denied, after, deny_like | leads)
-
-
-def _written_together(facts: Facts, kind: Mapping[str, object]) -> list[set[str]]:
-    """Sets of nodes on one written storage, which can only have one precision.
-
-    TensorFlow's lists of tensors are such sets; nothing else in its graphs is.
-    """
-    clusters: dict[int, set[str]] = defaultdict(set)
-    for name, fact in facts.nodes.items():
-        if fact.is_value and fact.storage in facts.mutated:
-            clusters[fact.storage].add(facts.producer(name))
-    return [cluster & kind.keys() for cluster in clusters.values()]
 
 
 def _casts_read_low(classified: Classified, low: Collection[str]) -> set[str]:

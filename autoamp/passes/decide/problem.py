@@ -6,7 +6,7 @@ The solver knows two sides.  Here the source side is low, and the sink side is f
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from autoamp.errors import PlacementError
@@ -74,18 +74,16 @@ def least_cost(problem: Problem) -> tuple[frozenset[str], int]:
     try:
         solution = solve(problem)
     except ContradictionError as error:
-        raise PlacementError(_in_words(error.chain)) from None
+        if not error.chain:
+            why = "no legal placement exists"
+        else:
+            (start, because), *steps, (end, why_not) = error.chain
+            must = [f"{start} must be low ({because})"]
+            must += [f"then {node} as well ({reason})" for node, reason in steps]
+            must.append(f"but {end} must stay fp32 ({why_not}). Drop one of the two.")
+            why = "; ".join(must)
+        raise PlacementError(f"contradictory constraints: {why}") from None
     return solution.source, solution.cost
-
-
-def _in_words(chain: Sequence[tuple[str, str]]) -> str:
-    if not chain:
-        return "contradictory constraints: no legal placement exists"
-    (start, because), *steps, (end, why_not) = chain
-    said = [f"{start} must be low ({because})"]
-    said += [f"then {node} as well ({why})" for node, why in steps]
-    said.append(f"but {end} must stay fp32 ({why_not}). Drop one of the two.")
-    return f"contradictory constraints: {'; '.join(said)}"
 
 
 def promised_casts(problem: Problem, low: frozenset[str]) -> Counter[tuple[str, str]]:
@@ -147,7 +145,11 @@ def _cast_groups(
         made = None
         # A product writes one dtype, so that one group has to hold all the readers.
         if up is not None and copies[value] == 1 and value not in as_they_come:
-            made = _in_bounds(prices.wide.get(value), up, prices.down[value])
+            made = prices.wide.get(value)
+            if made is not None:
+                # The problem is a minimum cut only for prices within these bounds, and
+                # prices that were measured one by one may lie outside.
+                made = min(max(made, up - prices.down[value]), up)
         groups.append(
             Group(
                 key=key,
@@ -162,14 +164,6 @@ def _cast_groups(
     return groups, follows
 
 
-def _in_bounds(wide: int | None, up: int, down: int) -> int | None:
-    """A price of a wide product for which the problem is a minimum cut.
-
-    Prices that were measured one by one may lie out of these bounds.
-    """
-    return None if wide is None else min(max(wide, up - down), up)
-
-
 def _rounded_before_maxima(classified: Classified) -> list[tuple[str, str, str]]:
     """Constraints that hold `x - x.amax(-1, True)` and the makers of `x` together.
 
@@ -179,28 +173,28 @@ def _rounded_before_maxima(classified: Classified) -> list[tuple[str, str, str]]
     gradient by itself, and their sum would no longer be 0.
     """
     facts, verdicts = classified.facts, classified.verdicts
-    is_free = [n for n, v in verdicts.items() if not v.pinned]
-    found: dict[tuple[str, str], None] = {}
-    reached = {n for n in is_free if _is_less_its_maximum(n, facts)}
-    for name in reversed(is_free if reached else ()):
+
+    def is_less_its_maximum(name: str) -> bool:
+        fact = facts.nodes[name]
+        if fact.base not in ("aten::sub", "aten::sub_") or len(fact.operands) != 2:
+            return False
+        data, most = (o.value for o in fact.operands)
+        if not facts.nodes[most].requires_grad:
+            return False
+        maker = facts.nodes[views_down_to(most, facts)[1]]
+        is_maximum = maker.base in ("aten::amax", "aten::max")
+        return is_maximum and maker.operands[0].value == data
+
+    free = [name for name, verdict in verdicts.items() if not verdict.pinned]
+    pairs: dict[tuple[str, str], None] = {}
+    reached = {name for name in free if is_less_its_maximum(name)}
+    for name in reversed(free if reached else ()):
         if name in reached and not classified.is_allowed(name):
             makers = {facts.producer(o.value) for o in facts.nodes[name].operands}
-            found |= dict.fromkeys((maker, name) for maker in sorted(makers))
+            pairs |= dict.fromkeys((maker, name) for maker in sorted(makers))
             reached |= makers
     why = "a maximum is subtracted, and the gradients of both must be rounded alike"
-    return [(maker, name, why) for maker, name in found]
-
-
-def _is_less_its_maximum(name: str, facts: Facts) -> bool:
-    """Whether a node is `x - x.amax(...)`, with a gradient through the maximum."""
-    fact = facts.nodes[name]
-    if fact.base not in ("aten::sub", "aten::sub_") or len(fact.operands) != 2:
-        return False
-    data, most = (o.value for o in fact.operands)
-    if not facts.nodes[most].requires_grad:
-        return False
-    maker = facts.nodes[views_down_to(most, facts)[1]]
-    return maker.base in ("aten::amax", "aten::max") and maker.operands[0].value == data
+    return [(maker, name, why) for maker, name in pairs]
 
 
 def returned_and_used(classified: Classified) -> frozenset[str]:
@@ -234,8 +228,8 @@ def _seen_whole(classified: Classified, *, returned: bool) -> dict[str, str]:
         returned: whether results that are returned count; never where the user lists
             the op as one to run low.
     """
-    facts, kept = classified.facts, family("saves_its_result")
-    found: dict[str, str] = {}
+    facts, saving = classified.facts, family("saves_its_result")
+    reasons: dict[str, str] = {}
     # The results of a body go to the call of the body, and to no code of the user's.
     returns = returned and not facts.is_body
     values = facts.hooked | (facts.returned if returns else frozenset())
@@ -244,10 +238,10 @@ def _seen_whole(classified: Classified, *, returned: bool) -> dict[str, str]:
         if not (fact.requires_grad and fact.is_value and maker in classified.verdicts):
             continue
         asked = classified.is_allowed(maker) and value not in facts.hooked
-        if facts.nodes[maker].base in kept and not asked:
+        if facts.nodes[maker].base in saving and not asked:
             how = "hooked" if value in facts.hooked else "returned"
-            found[maker] = f"its backward reads its result, which is {how}"
-    return found
+            reasons[maker] = f"its backward reads its result, which is {how}"
+    return reasons
 
 
 def _returned_aliases(facts: Facts) -> set[str]:
@@ -260,17 +254,17 @@ def _returned_aliases(facts: Facts) -> set[str]:
     for value in sorted(facts.returned):
         if facts.nodes[value].is_value:
             sharing[facts.nodes[value].storage].append(value)
-    found: set[str] = set()
+    wide: set[str] = set()
     for storage, values in sharing.items():
         if storage not in facts.outside and len(values) == 1:
             continue
         chains = [views_down_to(value, facts) for value in values]
-        found.update(facts.producer(value) for value in values)
-        found.update(view for views, _ in chains for view in views)
+        wide.update(facts.producer(value) for value in values)
+        wide.update(view for views, _ in chains for view in views)
         # Within one region, one cast of the base serves all the views.
         if len({facts.nodes[views[-1]].region for views, _ in chains if views}) > 1:
-            found.update(base for _, base in chains)
-    return found
+            wide.update(base for _, base in chains)
+    return wide
 
 
 def _ties(facts: Facts, unary: Mapping[str, object]) -> list[tuple[str, str, str]]:
