@@ -175,8 +175,12 @@ def _weight_of(node: fx.Node) -> _Weight | None:
 
 def _as_weight(read: Any, reader: fx.Node) -> _Weight | None:
     """The weight that `reader` alone reads, maybe as a transpose; None of all else."""
-    turn = isinstance(read, fx.Node) and _is_transpose(read)
-    calls = (read.args[0], read) if turn else (read,)
+    is_transpose = getattr(read, "target", None) is _ATEN.t.default or (
+        getattr(read, "target", None) is _ATEN.transpose.int
+        and read.meta["val"].dim() == 2
+        and read.args[1] != read.args[2]
+    )
+    calls = (read.args[0], read) if is_transpose else (read,)
     use, users = calls[0], (*calls[1:], reader)
     if getattr(use, "target", None) not in (low_weight, low_weight_unscaled):
         return None
@@ -189,15 +193,6 @@ def _as_weight(read: Any, reader: fx.Node) -> _Weight | None:
     if not alone or not _nothing_between(use, reader):
         return None
     return _Weight(calls, (weight, copy), tuple(edge))
-
-
-def _is_transpose(node: fx.Node) -> bool:
-    if node.target is _ATEN.t.default:
-        return True
-    dims = node.args[1:]
-    return node.target is _ATEN.transpose.int and (
-        node.meta["val"].dim() == 2 and dims[0] != dims[1]
-    )
 
 
 def _give(node: fx.Node, weight: _Weight) -> None:

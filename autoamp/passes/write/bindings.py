@@ -80,25 +80,17 @@ def with_bindings(gm: fx.GraphModule, left: Collection[str] = ()) -> fx.GraphMod
     """
     bound, _ = copied(gm)
     for node in bound.graph.nodes:
-        if node.op == "call_function" and node.name not in left:
-            node.target = _binding(node) or node.target
+        if node.op != "call_function" or node.name in left:
+            continue
+        if node.target is _CAST:
+            if list(node.kwargs) != ["dtype"] or len(node.args) != 1:
+                continue
+            read = node.args[0].meta.get("val")
+            # `_to_copy` always copies; `Tensor.to` gives the operand itself where the
+            # dtype is the same, and a later write would reach both.
+            if isinstance(read, Tensor) and read.dtype != node.kwargs["dtype"]:
+                node.target = Tensor.to
+        # A keyword that torch's function does not know would raise at the first call.
+        elif _KEYWORDS.issuperset(node.kwargs):
+            node.target = BINDINGS.get(node.target, node.target)
     return bound
-
-
-def _binding(node: fx.Node) -> Callable[..., Any] | None:
-    if node.target is _CAST:
-        return Tensor.to if _only_casts(node) else None
-    # A keyword that torch's function does not know would raise at the first call.
-    if not _KEYWORDS.issuperset(node.kwargs):
-        return None
-    return BINDINGS.get(node.target)
-
-
-def _only_casts(node: fx.Node) -> bool:
-    """Whether a call of `_to_copy` is told a dtype alone, and another than it reads."""
-    if list(node.kwargs) != ["dtype"] or len(node.args) != 1:
-        return False
-    value = node.args[0].meta.get("val")  # type: ignore[union-attr]
-    # `_to_copy` always copies; `Tensor.to` gives the operand itself where the dtype is
-    # the same, and a later write would reach both.
-    return isinstance(value, Tensor) and value.dtype != node.kwargs["dtype"]

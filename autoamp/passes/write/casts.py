@@ -31,7 +31,7 @@ from autoamp.dtypes import HIGH_DTYPE, largest
 from autoamp.errors import PassError
 from autoamp.passes.decide.assign import Assignment
 from autoamp.passes.decide.known_numbers import scales
-from autoamp.passes.decide.verdict import GAVE_UP, Classified, Mode
+from autoamp.passes.decide.verdict import GAVE_UP, Classified
 from autoamp.passes.functions import WITH_FP32_STATE
 from autoamp.passes.ops import base_name, is_out_variant, is_view
 from autoamp.passes.rules import family
@@ -100,7 +100,11 @@ class _Emitter:
             new = graph.node_copy(node, lambda n: self.new[n.name])
             new.meta = dict(node.meta)
             if node.name in self.facts.element_of:
-                self._retype_element(new)
+                # The call that it is an element of may give another dtype now.
+                source, index = new.args
+                assert isinstance(source, fx.Node)
+                assert isinstance(index, int)
+                new.meta["val"] = source.meta["val"][index]
         elif self.verdicts[node.name].origin == GAVE_UP:
             new = self._emit_as_it_was(node)
         else:
@@ -141,8 +145,8 @@ class _Emitter:
             if dtype_of(leaf) != HIGH_DTYPE:
                 return self.new[leaf.name]
             read, mode = next(reads)
-            wanted = self._wanted(mode, is_low)
-            if wanted is None:
+            wanted = self.low if is_low and mode != "high" else HIGH_DTYPE
+            if mode == "any":
                 # Type promotion would round the gradient inside the op.
                 is_branch = node.name in self.promoted
                 if not (
@@ -191,11 +195,6 @@ class _Emitter:
             and is_view(node.target)
         )
 
-    def _wanted(self, mode: Mode, is_low: bool) -> torch.dtype | None:
-        if mode == "any":
-            return None
-        return self.low if is_low and mode != "high" else HIGH_DTYPE
-
     def _adapt_literals(
         self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], is_low: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -234,12 +233,6 @@ class _Emitter:
         if isinstance(value, torch.Tensor) and value.dtype == HIGH_DTYPE:
             return self.emitted.fake(value, self.low)
         return value
-
-    def _retype_element(self, new: fx.Node) -> None:
-        source, index = new.args
-        assert isinstance(source, fx.Node)
-        assert isinstance(index, int)
-        new.meta["val"] = source.meta["val"][index]
 
     # -- operands and results ------------------------------------------------------
 

@@ -121,7 +121,17 @@ def with_low_gathers(
 
     def edit(graph: fx.Graph) -> None:
         for node in finds(graph):
-            _swap(graph, node, low)
+            (cast,), uses = _readers(node)
+            count = int(uses[0].args[2]) if uses else 1  # type: ignore[arg-type]
+            last = uses[0] if uses else cast
+            with graph.inserting_before(last):
+                gather = graph.call_function(gathered_low, (node.args[0], low, count))
+            gather.meta = {**last.meta, MESH_CALL: node.meta[MESH_CALL]}
+            last.replace_all_uses_with(gather)
+            for gone in (*uses, cast, node):
+                graph.erase_node(gone)
+            # The facts and checks know the value by this name.
+            gather.name = last.name
 
     return edited(gm, edit, finds=finds)
 
@@ -146,20 +156,6 @@ def _readers(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     casts = [n for n in node.users if n.target is _CAST]
     uses = [n for n in node.users if n.target is low_uses and n.args[0] is node]
     return casts, uses
-
-
-def _swap(graph: fx.Graph, node: fx.Node, low: torch.dtype) -> None:
-    (cast,), uses = _readers(node)
-    count = int(uses[0].args[2]) if uses else 1  # type: ignore[arg-type]
-    last = uses[0] if uses else cast
-    with graph.inserting_before(last):
-        new = graph.call_function(gathered_low, (node.args[0], low, count))
-    new.meta = {**last.meta, MESH_CALL: node.meta[MESH_CALL]}
-    last.replace_all_uses_with(new)
-    for gone in (*uses, cast, node):
-        graph.erase_node(gone)
-    # The facts and checks know the value by this name.
-    new.name = last.name
 
 
 # -- back in their places --------------------------------------------------------------

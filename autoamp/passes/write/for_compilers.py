@@ -49,10 +49,16 @@ def for_compilers(
         inductor: whether the compiler is inductor, which itself decides which values
             are kept in memory.
     """
+    # Inductor writes each result to memory, and has all its readers read it from there:
+    # the fp32 logits of a language model, several times.  A cast that is no result is
+    # part of the kernels that read it, which read 16 bits.
     shared = [
         node
         for node in gm.graph.nodes
-        if inductor and node.name not in left and _is_result_and_read(node)
+        if inductor
+        and node.name not in left
+        and node.meta.get(CAST_KIND) == "up"
+        and 0 < sum(map(_leaves, node.users)) < len(node.users)
     ]
     if not inductor and not any(n.target in _CHANGED for n in gm.graph.nodes):
         return gm
@@ -82,15 +88,6 @@ def for_compilers(
     for node in shared:
         _cast_again(graph, values[node])
     return fx.GraphModule(gm, graph)
-
-
-def _is_result_and_read(node: fx.Node) -> bool:
-    """Whether a cast to fp32 is a result of the graph, and read inside, too."""
-    # Inductor writes each result to memory, and has all its readers read it from there:
-    # the fp32 logits of a language model, several times.  A cast that is no result is
-    # part of the kernels that read it, which read 16 bits.
-    leaving = [user for user in node.users if _leaves(user)]
-    return node.meta.get(CAST_KIND) == "up" and 0 < len(leaving) < len(node.users)
 
 
 def _leaves(node: fx.Node) -> bool:

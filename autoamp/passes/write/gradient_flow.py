@@ -39,6 +39,8 @@ class GraphFlow:
         given: the graph's inputs, without the weight copies.
         names: each tensor's node, with all nodes that stand for the same tensor.
         recording: for each node whether grad mode is on where it stands.
+        writes: each storage that is written to, with the names of the writing nodes and
+            their positions in `order`.
         output: the graph's output node.
     """
 
@@ -52,11 +54,26 @@ class GraphFlow:
         placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
         self.given = placeholders[: len(given)]
         self.output: fx.Node = next(n for n in self.graph.nodes if n.op == "output")
-        self.recording = self._recording()
-        self.writes = self._writes()
+        self.recording: dict[fx.Node, bool] = {}
+        self.names: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        recording = torch.is_grad_enabled()
+        for node in self.graph.nodes:
+            self.recording[node] = recording
+            if node.target is compat.SET_GRAD:
+                recording = bool(node.args[0])
+            # An in-place op gives its operand a new name.
+            self.names[self.tensor(node)].append(node)
+        positions = {n.name: i for n, i in self.order.items()}
+        self.writes: dict[int, dict[str, int]] = defaultdict(dict)
+        for node in self.before.nodes:
+            for value in written_values(node):
+                storage = self.storage(value)
+                if storage in self.facts.mutated:
+                    self.writes[storage][node.name] = positions[node.name]
         self._extended: set[str] = set()
-        self._flowing, self._grown = self._flow()
-        self.names = self._names_of_tensors()
+        self._flowing: set[str] = set()
+        self._grown: set[int] = set()
+        self._find_flow()
 
     def results(self) -> list[fx.Node]:
         """The tensors that a gradient flows into and that are returned, or hooked.
@@ -65,12 +82,13 @@ class GraphFlow:
         """
         before = next(n for n in self.before.nodes if n.op == "output")
         pairs = zip(_values(before), _values(self.output), strict=True)
-        found = [new for old, new in pairs if self.differentiable(old, new)]
+        returned = [new for old, new in pairs if self.differentiable(old, new)]
         hooks = [n for n in self.graph.nodes if n.target is compat.REGISTER_HOOK]
-        return found + [node for node in hooks if self.carries(node)]
+        return returned + [node for node in hooks if self.carries(node)]
 
-    def differentiable(self, known: fx.Node, node: fx.Node) -> bool:
-        flows = known.name in self._flowing or self.storage(known) in self._grown
+    def differentiable(self, before: fx.Node, node: fx.Node) -> bool:
+        """Whether a gradient flows into `node`, which is `before` in the old graph."""
+        flows = before.name in self._flowing or self.storage(before) in self._grown
         return flows and _is_float(node)
 
     def carries(self, node: fx.Node) -> bool:
@@ -132,7 +150,19 @@ class GraphFlow:
         if not isinstance(maker.target, OpOverload) or maker.target is _CUT:
             return []
         sources = operands_in(maker, aliasing_arguments(maker.target))
-        return [n for n in sources if self._shares(n, view)]
+
+        # Casts that we made are not in the facts, which would tell their memory.
+        def may_share(source: fx.Node) -> bool:
+            if not _is_float(source):
+                return False
+            read, shown = source.meta["val"].dtype, view.meta["val"].dtype
+            # A cast has memory of its own; `view_as_real` changes the dtype and shares
+            # it.
+            if read != shown and not (read.is_complex or shown.is_complex):
+                return False
+            return self.storage(source) in (-1, self.storage(view))
+
+        return [n for n in sources if may_share(n)]
 
     def is_of_an_op(self, node: fx.Node) -> bool:
         """Whether `node` is a torch op's result, all views of which are known."""
@@ -141,24 +171,12 @@ class GraphFlow:
             (maker,) = node.all_input_nodes
         return isinstance(maker.target, OpOverload)
 
-    def _shares(self, source: fx.Node, view: fx.Node) -> bool:
-        """Whether two nodes may share memory; casts we made are not in the facts."""
-        if not _is_float(source):
-            return False
-        left, right = source.meta["val"].dtype, view.meta["val"].dtype
-        # A cast has memory of its own; `view_as_real` changes the dtype and shares it.
-        if left != right and not (left.is_complex or right.is_complex):
-            return False
-        return self.storage(source) in (-1, self.storage(view))
+    def _find_flow(self) -> None:
+        """Finds the nodes that a gradient may flow into, and the storages it grows to.
 
-    def _flow(self) -> tuple[set[str], set[int]]:
-        """The nodes that a gradient may flow into, and the storages it flows through.
-
-        The result holds more than the facts do: a tensor that is written to, directly
-        or through a view, needs a gradient from then on.
+        They are more than in the facts: a tensor that is written to, directly or
+        through a view, needs a gradient from then on.
         """
-        names: set[str] = set()
-        storages: set[int] = set()
         recording = torch.is_grad_enabled()
         for node in self.before.nodes:
             if node.target is compat.SET_GRAD:
@@ -170,16 +188,23 @@ class GraphFlow:
                 # the history it had before.
                 sources = [self.tensor(node)]
             fact = self.facts.nodes.get(node.name)
-            if (fact is not None and fact.requires_grad) or any(
-                n.name in names or self.storage(n) in storages for n in sources
+            if not (fact is not None and fact.requires_grad) and not any(
+                n.name in self._flowing or self.storage(n) in self._grown
+                for n in sources
             ):
-                names.add(node.name)
-                if recording:
-                    written = _written(node)
-                    storages |= set(map(self.storage, written)) & self.facts.mutated
-                    # A write through a view rebases the history of the base as well.
-                    self._extended |= self._shown_by(written)
-        return names, storages
+                continue
+            self._flowing.add(node.name)
+            # `batch_norm` writes to its running statistics, through which no gradient
+            # flows.
+            is_hidden = (
+                isinstance(node.target, OpOverload)
+                and base_name(node.target) in HIDDEN_WRITES
+            )
+            if recording and not is_hidden:
+                written = written_values(node)
+                self._grown |= set(map(self.storage, written)) & self.facts.mutated
+                # A write through a view rebases the history of the base as well.
+                self._extended |= self._shown_by(written)
 
     def _shown_by(self, values: list[fx.Node]) -> set[str]:
         """The names of `values` and of the tensors they view in the captured graph."""
@@ -197,46 +222,6 @@ class GraphFlow:
                 sources = node.all_input_nodes
                 pending += [n for n in sources if self.storage(n) == storage]
         return found
-
-    def _recording(self) -> dict[fx.Node, bool]:
-        """For each node whether grad mode is on where it stands."""
-        found: dict[fx.Node, bool] = {}
-        on = torch.is_grad_enabled()
-        for node in self.graph.nodes:
-            found[node] = on
-            if node.target is compat.SET_GRAD:
-                on = bool(node.args[0])
-        return found
-
-    def _writes(self) -> dict[int, dict[str, int]]:
-        """For each storage its writing nodes, with their positions in `order`."""
-        positions = {n.name: i for n, i in self.order.items()}
-        writes: dict[int, dict[str, int]] = defaultdict(dict)
-        for node in self.before.nodes:
-            for value in written_values(node):
-                storage = self.storage(value)
-                if storage in self.facts.mutated:
-                    writes[storage][node.name] = positions[node.name]
-        return writes
-
-    def _names_of_tensors(self) -> dict[fx.Node, list[fx.Node]]:
-        """Each tensor with all its names: an in-place op gives its operand a new name.
-
-        A name is a node that stands for the tensor.
-        """
-        names: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-        for node in self.graph.nodes:
-            names[self.tensor(node)].append(node)
-        return names
-
-
-def _written(node: fx.Node) -> list[fx.Node]:
-    """The operands that a call may give a new history; running statistics have none."""
-    target = node.target
-    # `batch_norm` writes to its running statistics, through which no gradient flows.
-    if isinstance(target, OpOverload) and base_name(target) in HIDDEN_WRITES:
-        return []
-    return written_values(node)
 
 
 def _values(output: fx.Node) -> list[fx.Node]:
@@ -362,34 +347,32 @@ def true_values(
         flows: whether a gradient flows through a node.
         plain: whether a node is a torch op on memory that nothing writes to.
     """
-    found: set[fx.Node] = set()
+    true: set[fx.Node] = set()
     for node in graph.nodes:
         if not (plain(node) and flows(node) and _is_fp32(node)):
             continue
-        read = [n for n in node.all_input_nodes if _may_carry(n) and flows(n)]
+        # An operand that is no tensor is several, any of which may carry gradients.
+        read = [
+            n
+            for n in node.all_input_nodes
+            if flows(n)
+            and (not isinstance(n.meta.get("val"), torch.Tensor) or _is_float(n))
+        ]
+        is_sparse = argument(node, "sparse", False) is True
         if (
             read
-            and all(_is_fp32(n) and (n in found or n in edges) for n in read)
+            and all(_is_fp32(n) and (n in true or n in edges) for n in read)
             # The scale is a pass over the tensor it is put on, so the smaller one takes
             # it.
-            and (_numel(node) <= sum(map(_numel, read)) or _gives_sparse(node))
+            and (_numel(node) <= sum(map(_numel, read)) or is_sparse)
         ):
-            found.add(node)
-    return found
-
-
-def _gives_sparse(node: fx.Node) -> bool:
-    return argument(node, "sparse", False) is True
+            true.add(node)
+    return true
 
 
 def _is_fp32(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dtype == HIGH_DTYPE
-
-
-def _may_carry(node: fx.Node) -> bool:
-    """Whether a node is a tensor, or several, that may carry gradients."""
-    return not isinstance(node.meta.get("val"), torch.Tensor) or _is_float(node)
 
 
 def _numel(node: fx.Node) -> int:

@@ -72,7 +72,10 @@ def _reads(gm: fx.GraphModule, user: fx.Node, value: fx.Node) -> bool:
     if user.target in (low_weight, low_weight_unscaled):
         return False
     if user.target is product:
-        return not _has_copy(user, value)
+        # A `product` that is handed a copy too gives `value` a gradient, no more.
+        factors: Sequence[Any] = user.args[1:]
+        with_copies = [pair for pair in (factors[:2], factors[2:]) if len(pair) > 1]
+        return all(weight is not value for weight, _ in with_copies)
     if user.target is not checkpointed:
         return True
     body = getattr(gm, str(cast(fx.Node, user.args[0]).target))
@@ -80,12 +83,6 @@ def _reads(gm: fx.GraphModule, user: fx.Node, value: fx.Node) -> bool:
     pairs = zip(within, user.args[1:], strict=True)
     inner = [node for node, given in pairs if given is value]
     return any(_reads(body, reader, node) for node in inner for reader in node.users)
-
-
-def _has_copy(call: fx.Node, weight: fx.Node) -> bool:
-    """Whether a `product` reads the copy of `weight`, and gives `weight` a gradient."""
-    _, *pairs = call.args
-    return any(pair[0] is weight and len(pair) > 1 for pair in (pairs[:2], pairs[2:]))
 
 
 class _Hoist:

@@ -190,7 +190,12 @@ class _Seen:
         self.device, self.left = device, left
         self.images = {n: n.meta["val"] for n in graph.nodes if _is_image(n)}
         self.lying = frozenset(n for n, v in self.images.items() if _is_laid_last(v))
-        self.flows = _differentiated(graph, facts)
+        self.flows: set[fx.Node] = set()
+        for node in graph.nodes:
+            fact = facts.get(node.name)
+            # A node that was added after the capture is as its operands are.
+            if fact.requires_grad if fact else self.flows & {*node.all_input_nodes}:
+                self.flows.add(node)
         self.rows = frozenset(
             reader
             for node in self.images.keys() - self.lying
@@ -230,7 +235,9 @@ class _Seen:
                 continue
             elif node in self.convolutions:
                 unary[node.name] = self._convolving(node)
-                if self.device.type == "cpu" and _may_hang(node):
+                filters = self.convolutions[node].meta["val"].shape
+                is_wide = filters[1] == 1 and compat.hint(filters[-1]) >= _WIDE
+                if self.device.type == "cpu" and is_wide:
                     at_sink[node.name] = "may hang with the channels last"
             elif not _keeps_layout(node):
                 at_sink[node.name] = "is written for the layout it has"
@@ -308,21 +315,6 @@ class _Seen:
         return round(10 * 2 * value.element_size() * numel / self.device.bytes_per_ns)
 
 
-def _differentiated(
-    graph: fx.Graph, facts: Mapping[str, NodeFacts]
-) -> frozenset[fx.Node]:
-    """The nodes that a gradient flows through.
-
-    A node that was added after the capture is as its operands are.
-    """
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        known = facts.get(node.name)
-        if known.requires_grad if known else found & {*node.all_input_nodes}:
-            found.add(node)
-    return frozenset(found)
-
-
 def _weight(node: fx.Node, copies: Collection[fx.Node]) -> fx.Node | None:
     """The copy that a 16-bit convolution reads as its weight, if no other op does."""
     if not _is_convolution(node) or not _is_image(node):
@@ -354,12 +346,6 @@ def _is_convolution(node: fx.Node) -> bool:
 _WIDE = 15
 """OneDNN 3.12, of torch 2.13, never ends on 16 filters of 1 x 15, depthwise, over 32
 columns with the channels last; 13 columns end, and so do 96 filters of 31."""
-
-
-def _may_hang(node: fx.Node) -> bool:
-    """Whether a convolution is one of wide depthwise filters."""
-    weight = node.args[_WEIGHT].meta["val"]  # type: ignore[union-attr]
-    return weight.shape[1] == 1 and bool(compat.hint(weight.shape[-1]) >= _WIDE)
 
 
 def _is_image(node: fx.Node) -> bool:
@@ -407,8 +393,10 @@ def _packs(image: fx.Node, view: fx.Node, left: Collection[str]) -> bool:
                 return False
             if _is_view_of(user, node):
                 through.append((user, plain, last))
+            # The reader has to pack the value that it reads as its first operand only.
             elif (
-                not _reads_rows(user, node)
+                user.target not in _PACKS
+                or [at for at, read in enumerate(user.args) if read is node] != [0]
                 or plain.is_contiguous()
                 or not last.is_contiguous()
             ):
@@ -422,12 +410,6 @@ def _is_copy(result: Any, read: Tensor) -> bool:
         compat.storage_id(result) == compat.storage_id(read)
     )
     return not shares
-
-
-def _reads_rows(node: fx.Node, read: fx.Node) -> bool:
-    """Whether a call reads a value as its first operand only, and packs it."""
-    places = [at for at, each in enumerate(node.args) if each is read]
-    return node.target in _PACKS and places == [0]
 
 
 def _is_view_of(node: fx.Node, read: fx.Node) -> bool:

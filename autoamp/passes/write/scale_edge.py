@@ -128,8 +128,11 @@ class _Scaling:
         beyond = sorted(self.outside, key=self.order.__getitem__)
         roots = [node for node in beyond if not self.outside[node]]
         # A tensor that is written to has a true gradient only after its last write.
-        every = [*self.outside, *self.given]
-        edges = {node for node in every if not is_written(self.flow, node)}
+        edges = {
+            node
+            for node in (*self.outside, *self.given)
+            if not is_written(self.flow, node)
+        }
         self.true = true_values(
             self.graph, edges, self.flow.carries, self.flow.is_plain
         )
@@ -179,11 +182,19 @@ class _Scaling:
 
     def _scale_in(self, root: fx.Node) -> None:
         """Scales the gradient that enters at `root`, after the last write to `root`."""
-        if self._saves_itself(root):
+        # A second derivative flows into a result that an fp32 op saves from its own op
+        # as well, and would be scaled there a second time: the gradient of the result
+        # is left true.
+        if (
+            self.flow.is_plain(root)
+            and dtype_of(root) == HIGH_DTYPE
+            and base_name(root.target) in family("saves_its_result")
+        ):
             self._scale_operands(root)
             return
+        is_cast = root.meta.get(CAST_KIND) == "up" and self.flow.last_write(root) < 0
         with self.graph.inserting_before(self._settled(root)):
-            if self._is_returned_cast(root):
+            if is_cast and not self._is_shared(root):
                 # The cast to fp32 and the scaling are one kernel in the backward; the
                 # gradient of the logits is the largest tensor of many steps.
                 (low,) = root.all_input_nodes
@@ -192,58 +203,40 @@ class _Scaling:
                 new.meta = dict(root.meta)
                 self.now[root] = new
                 return
-            own = root
+            result = root
             if not (root.op == "placeholder" or self.flow.is_of_an_op(root)):
                 # A region may itself use a tensor that it returns, or return views.
-                own = self.graph.call_function(torch.ops.aten.clone.default, (root,))
-                own.meta = dict(root.meta)
+                result = self.graph.call_function(torch.ops.aten.clone.default, (root,))
+                result.meta = dict(root.meta)
             new = self.graph.create_node(
                 "call_function",
                 scale_grad,
-                (own, self._inputs_for(root).loss_scale),
+                (result, self._inputs_for(root).loss_scale),
                 {},
                 f"{root.name}_scaled",
             )
         new.meta = {**root.meta, SHARED: self._is_shared(root)}
         self.now[root] = new
 
-    def _saves_itself(self, root: fx.Node) -> bool:
-        """Whether `root` is made by an fp32 op that saves its result.
-
-        A second derivative flows into such a result from its own op as well, and would
-        be scaled there a second time: the gradient of the result is left true.
-        """
-        return (
-            self.flow.is_plain(root)
-            and dtype_of(root) == HIGH_DTYPE
-            and base_name(root.target) in family("saves_its_result")
-        )
-
     def _scale_operands(self, root: fx.Node) -> None:
         """Scales the gradients that the op of `root` gives to its operands."""
         self.now[root] = root
         for operand in root.all_input_nodes:
-            if dtype_of(operand) == HIGH_DTYPE and self.flow.carries(operand):
-                self._scale_between(operand, root)
-
-    def _scale_between(self, operand: fx.Node, root: fx.Node) -> None:
-        scale = self._inputs_for(operand).loss_scale
-        with self.graph.inserting_before(root):
-            own = operand
-            # Other gradients than that of `root` may flow into an operand.
-            if CAST_KIND not in operand.meta or len(operand.users) > 1:
-                own = self.graph.call_function(torch.ops.aten.clone.default, (own,))
-            new = self.graph.call_function(scale_grad, (own, scale))
-        for each in (own, new):
-            each.meta = dict(operand.meta)
-            self.order.setdefault(each, self.order[root])
-            self.flow.recording.setdefault(each, self.flow.recording[root])
-        root.replace_input_with(operand, new)
-
-    def _is_returned_cast(self, root: fx.Node) -> bool:
-        """Whether `root` is an "up" cast, never written to, that one result shows."""
-        cast = root.meta.get(CAST_KIND) == "up" and self.flow.last_write(root) < 0
-        return cast and not self._is_shared(root)
+            if dtype_of(operand) != HIGH_DTYPE or not self.flow.carries(operand):
+                continue
+            scale = self._inputs_for(operand).loss_scale
+            with self.graph.inserting_before(root):
+                alone = operand
+                # Other gradients than that of `root` may flow into an operand.
+                if CAST_KIND not in operand.meta or len(operand.users) > 1:
+                    clone = torch.ops.aten.clone.default
+                    alone = self.graph.call_function(clone, (operand,))
+                scaling = self.graph.call_function(scale_grad, (alone, scale))
+            for node in (alone, scaling):
+                node.meta = dict(operand.meta)
+                self.order.setdefault(node, self.order[root])
+                self.flow.recording.setdefault(node, self.flow.recording[root])
+            root.replace_input_with(operand, scaling)
 
     def _is_shared(self, root: fx.Node) -> bool:
         """Whether several results share the memory of `root`."""
@@ -259,7 +252,7 @@ class _Scaling:
         """Makes readers of an outside tensor read it as it is after its last write."""
         for value in sorted(self.outside, key=self.order.__getitem__):
             if value not in self.now:
-                self._follow(value)
+                self.now[value] = self._following(value)
             now, names = self.now[value], self.names[value]
             if now.target is scaled_result:
                 value.replace_all_uses_with(now)
@@ -278,18 +271,17 @@ class _Scaling:
             inner = [u for u in late if self._inside(u, value)]
             self._redirect(now, inner, [now, *names])
 
-    def _follow(self, view: fx.Node) -> None:
-        """Makes `view` show its sources after their last write, by a copy if needed."""
-        self.now[view] = view
+    def _following(self, view: fx.Node) -> fx.Node:
+        """`view`, or a copy, that shows its sources after their last write."""
         now = {n: self.now.get(self.flow.tensor(n), n) for n in self.outside[view]}
         if all(n is source for source, n in now.items()):
-            return
+            return view
         if self.order[view] > self.flow.last_write(view):
             for source, n in now.items():
                 view.replace_input_with(source, n)
-            return
+            return view
         with self.graph.inserting_before(self._settled(view)):
-            self.now[view] = self.graph.node_copy(view, lambda n: now.get(n, n))
+            return self.graph.node_copy(view, lambda n: now.get(n, n))
 
     def _settled(self, value: fx.Node) -> fx.Node:
         """The first node after all writes to `value` where grad mode is on."""

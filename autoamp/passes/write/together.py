@@ -65,7 +65,16 @@ def with_uses_together(
         return gm
     copy, new = copied(gm)
     for group in groups:
-        _put_together([new[node] for node in group])
+        uses = [new[node] for node in group]
+        first, count = uses[0], _OWN[uses[0].target]
+        operands = [use.args[at] for at in range(count) for use in uses]
+        with first.graph.inserting_before(first):
+            call = first.graph.call_function(
+                _TOGETHER[first.target], (*first.args[count:], *operands)
+            )
+        call.meta = {**first.meta, "val": tuple(use.meta["val"] for use in uses)}
+        for at, use in enumerate(uses):
+            use.target, use.args = operator.getitem, (call, at)
     return copy
 
 
@@ -84,7 +93,7 @@ def _groups(graph: fx.Graph, left: Collection[str]) -> Iterator[list[fx.Node]]:
         if node.target in compat.MODE_CHANGES:
             yield from _of_several(groups)
         elif node.target in _TOGETHER and node.name not in left:
-            if not _is_of_inputs(node, written) or not _is_only_computed_with(node):
+            if not _may_join(node, written):
                 continue
             # The first weight that does not fit ends the group: its members stay
             # neighbours.
@@ -94,62 +103,46 @@ def _groups(graph: fx.Graph, left: Collection[str]) -> Iterator[list[fx.Node]]:
     yield from _of_several(groups)
 
 
+def _may_join(use: fx.Node, written: Collection[int]) -> bool:
+    """Whether all operands of a use are inputs, and nothing sees that it moves.
+
+    Nothing in the graph writes to such an input; to the `found_inf` of a loss scale
+    backwards alone write.  Readers of an fp32 use must not see that it is an alias of
+    the weight.
+    """
+    for operand in use.all_input_nodes:
+        value = operand.meta.get("val")
+        if operand.op != "placeholder" or not isinstance(value, torch.Tensor):
+            return False
+        if compat.storage_id(value) in written:
+            return False
+    return use.target is not unscale_grad or all(
+        reader.target in (layer_norm, rms_norm)
+        or (
+            isinstance(reader.target, compat.OpOverload)
+            and not any(r.alias_info for r in compat.schema(reader.target).returns)
+        )
+        for reader in use.users
+    )
+
+
+def _fits(group: list[fx.Node], use: fx.Node) -> bool:
+    first, count = group[0], _OWN[use.target]
+    weight, others = use.meta["val"], [n.meta["val"] for n in group]
+    numel = sum(compat.hint(value.numel()) for value in (*others, weight))
+    return (
+        len(group) < MOST
+        and numel * weight.itemsize <= MOST_BYTES
+        and use.target is first.target
+        and use.args[count:] == first.args[count:]
+        and weight.device == others[0].device
+        and weight.dtype == others[0].dtype
+    )
+
+
 def _of_several(groups: dict[Any, list[fx.Node]]) -> Iterator[list[fx.Node]]:
     """The groups that are groups; all begin anew."""
     for group in groups.values():
         if len(group) > 1:
             yield [*group]
         group.clear()
-
-
-def _is_only_computed_with(use: fx.Node) -> bool:
-    """Whether nothing sees that an fp32 use is an alias of the weight."""
-    return use.target is not unscale_grad or all(
-        user.target in (layer_norm, rms_norm) or _makes_new(user.target)
-        for user in use.users
-    )
-
-
-def _makes_new(target: Any) -> bool:
-    is_op = isinstance(target, compat.OpOverload)
-    return is_op and not any(r.alias_info for r in compat.schema(target).returns)
-
-
-def _is_of_inputs(use: fx.Node, written: Collection[int]) -> bool:
-    """Whether all operands are inputs that nothing in the graph writes to.
-
-    The `found_inf` of a loss scale is written to by backwards alone.
-    """
-    return all(
-        operand.op == "placeholder"
-        and type(value := operand.meta.get("val")) is not None
-        and isinstance(value, torch.Tensor)
-        and compat.storage_id(value) not in written
-        for operand in use.all_input_nodes
-    )
-
-
-def _fits(group: list[fx.Node], use: fx.Node) -> bool:
-    first = group[0]
-    sizes = [compat.hint(n.meta["val"].numel()) for n in (*group, use)]
-    return (
-        len(group) < MOST
-        and sum(sizes) * use.meta["val"].itemsize <= MOST_BYTES
-        and use.target is first.target
-        and use.args[_OWN[use.target] :] == first.args[_OWN[use.target] :]
-        and use.meta["val"].device == first.meta["val"].device
-        and use.meta["val"].dtype == first.meta["val"].dtype
-    )
-
-
-def _put_together(uses: list[fx.Node]) -> None:
-    first = uses[0]
-    own = _OWN[first.target]
-    each = (use.args[at] for at in range(own) for use in uses)
-    with first.graph.inserting_before(first):
-        call = first.graph.call_function(
-            _TOGETHER[first.target], (*first.args[own:], *each)
-        )
-    call.meta = {**first.meta, "val": tuple(use.meta["val"] for use in uses)}
-    for at, use in enumerate(uses):
-        use.target, use.args = operator.getitem, (call, at)

@@ -38,7 +38,16 @@ def with_unbind(
         return gm
     copy, _ = copied(gm)
     for selects in [*_wholes(copy.graph, facts, left)]:
-        _replace(selects)
+        first, size = selects[0], len(selects)
+        source, dim, _ = first.args
+        # At the place of the first select: the selects read what the tensor held there,
+        # and nothing writes to the storage.
+        with copy.graph.inserting_before(first):
+            whole = copy.graph.call_function(_ATEN.unbind.int, (source, dim))
+        parts = {int(node.args[2]) % size: node for node in selects}  # type: ignore[arg-type]
+        whole.meta = {**first.meta, "val": [parts[i].meta["val"] for i in range(size)]}
+        for at, node in parts.items():
+            node.target, node.args = operator.getitem, (whole, at)
     return copy
 
 
@@ -67,18 +76,3 @@ def _wholes(
         # the sum of the gradients of the selects.
         if sorted(at % size for at in places) == [*range(size)]:
             yield selects
-
-
-def _replace(selects: list[fx.Node]) -> None:
-    first = selects[0]
-    source, dim, _ = first.args
-    assert isinstance(source, fx.Node)
-    size = len(selects)
-    # At the place of the first select: the selects read what the tensor held there, and
-    # nothing writes to the storage.
-    with first.graph.inserting_before(first):
-        whole = first.graph.call_function(_ATEN.unbind.int, (source, dim))
-    parts = {int(node.args[2]) % size: node for node in selects}  # type: ignore[arg-type]
-    whole.meta = {**first.meta, "val": [parts[at].meta["val"] for at in range(size)]}
-    for at, node in parts.items():
-        node.target, node.args = operator.getitem, (whole, at)

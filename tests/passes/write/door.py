@@ -16,6 +16,7 @@ from autoamp.passes.decide.devices import Device
 from autoamp.passes.graph_record import Rewritten
 from autoamp.passes.run import rewrite_graph
 from autoamp.passes.write.copied import clean_up, copied
+from autoamp.passes.write.hoist_weight_casts import read_wide
 from autoamp.training.options import Options
 
 sums: Any = importlib.import_module("autoamp.passes.decide.sums")
@@ -23,7 +24,7 @@ together: Any = importlib.import_module("autoamp.passes.write.together")
 
 __all__ = [
     "MAY_GROUP", "Device", "clean_up", "copied", "differences",
-    "passes", "rewritten_graph", "sums", "together",
+    "passes", "read_wide", "rewritten_graph", "sums", "together",
 ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ import autoamp
 from autoamp import compat
 from autoamp.passes.functions import product
 from tests.metrics import relative_error
-from tests.passes.write.door import Device, sums
+from tests.passes.write.door import Device, read_wide, sums
 
 WIDTH = 16
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -318,3 +318,10 @@ def test_kernels_of_a_gpu_give_the_sums(how: str, low: torch.dtype) -> None:
     for one, other in zip(*found, strict=True):
         assert one.dtype == other.dtype
         torch.testing.assert_close(one, other.cpu())
+
+
+def test_a_product_without_a_copy_reads_both_operands_as_they_come() -> None:
+    graph = fx.Graph()
+    operands = graph.placeholder("x"), graph.placeholder("factor")
+    graph.output(graph.call_function(product, operands, {"wide": True}))
+    assert read_wide(fx.GraphModule({}, graph), 2) == (0, 1)
