@@ -37,12 +37,6 @@ CALL, COMPILE = nn.Module.__call__, torch.compile
 PACKAGE = logging.getLogger("autoamp")
 
 
-def lowered(layer: nn.Linear, x: Tensor) -> Tensor:
-    """What the layer gives in bf16."""
-    bias = layer.bias.bfloat16()
-    return nn.functional.linear(x.bfloat16(), layer.weight.bfloat16(), bias).float()
-
-
 def global_state() -> dict[str, Any]:
     """All that is not an object of the script's own."""
     return {
@@ -404,26 +398,6 @@ def test_cells_of_a_notebook(monkeypatch) -> None:
     for cell in cells:
         shell.runsource(cell, "<cell>", "exec")
     assert shell.locals["report"].runs == 1
-
-
-# -- torch.compile(backend="autoamp") --------------------------------------------------
-
-
-def test_backend_through_its_entry_point(x: Tensor) -> None:
-    assert "autoamp" in torch._dynamo.list_backends()
-    layer = nn.Linear(WIDTH, 4)
-    options = {**BF16, "backend": "eager"}
-    compiled = torch.compile(layer, backend="autoamp", options=options)
-    assert torch.equal(compiled(x), lowered(layer, x))
-    assert not torch.equal(layer(x), lowered(layer, x))
-
-
-@pytest.mark.parametrize("options", [{"precison": "bf16"}, {"precision": "fp8"}])
-def test_wrong_options_of_the_backend(options: dict[str, str], x: Tensor) -> None:
-    compiled = torch.compile(nn.Linear(WIDTH, 4), backend="autoamp", options=options)
-    with pytest.raises(Exception) as raised:
-        compiled(x)
-    says(raised, *options)
 
 
 # -- enable and disable ----------------------------------------------------------------

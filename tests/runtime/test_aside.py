@@ -266,23 +266,29 @@ def anew(kind: str) -> Callable[[nn.Module, int], None]:
     def change(model: Any, call: int) -> None:
         if kind == "closure":
             model.act = lambda h: h + call
+        elif kind == "number":
+            model.scale += 0.5
         else:
             model.kept[f"key {call}"] = call
 
     return change
 
 
-@pytest.mark.parametrize("kind", ["closure", "kept"])
+@pytest.mark.parametrize("kind", ["closure", "kept", "number"])
 def test_captures_are_bounded_whatever_changes(kind: str, caplog) -> None:
-    made = Of(lambda m, x: m.net(m.act(x * len(m.kept))), net=mlp())
-    made.act, made.kept = torch.relu, {}
+    made = Of(lambda m, x: m.net(m.act(x * len(m.kept) * m.scale)), net=mlp())
+    made.act, made.kept, made.scale = torch.relu, {}, 1.0
     model, change = converted(made, strict=False), anew(kind)
     for call in range(30):
         change(model, call)
         model(torch.randn(3, WIDTH))
+    report = autoamp.report(model)
+    if kind == "number":  # it is an input of one graph
+        assert len(report.graphs) <= 2
+        assert (report.coverage.calls_aside, warned(caplog)) == (0, [])
+        return
     (line,) = warned(caplog)
     says(line, "act" if kind == "closure" else "kept")
-    report = autoamp.report(model)
     assert len(report.graphs) == 8
     assert (report.coverage.calls, report.coverage.calls_aside) == (30, 22)
 

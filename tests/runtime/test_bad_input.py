@@ -30,13 +30,19 @@ def test_not_a_module(thing: Any) -> None:
             ask(thing)
 
 
+def weights() -> nn.Module:
+    return nn.ParameterList([torch.ones(2, 2)])
+
+
 UNSUPPORTED: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "scripted": (lambda: torch.jit.script(nn.Linear(2, 2)), ("TorchScript",)),
     "compiled": (
         lambda: torch.compile(nn.Linear(2, 2), backend="eager"),
         ("compiled", "convert the model inside"),
     ),
+    "empty": (nn.ModuleList, ("ModuleList", "give it a forward")),
     "container": (lambda: nn.ModuleList([nn.ModuleList()]), ("ModuleList", "forward")),
+    "weights": (weights, ("ParameterList", "give it a forward")),
 }
 
 

@@ -147,31 +147,3 @@ def test_what_settles_stays_one_graph() -> None:
     report = autoamp.report(model)
     assert not report.skipped
     assert len(report.graphs) <= 3
-
-
-def scaled(m: Changing, loss: Tensor) -> Tensor:
-    """Computes with what the user keeps in the model between calls."""
-    return loss * (m.kept if isinstance(m.kept, float) else len(m.kept))
-
-
-def changed_outside(model: Changing, call: int) -> None:
-    if isinstance(model.kept, float):
-        model.kept += 0.5
-    else:
-        model.kept[f"key {call}"] = call
-
-
-@pytest.mark.parametrize(("make", "name"), each_with_one([float, dict], CALLED))
-def test_past_the_recompile_limit_calls_stay_low(make: Any, name: str) -> None:
-    model, plain = pair(scaled, make)
-    for call in range(CALLS):
-        changed_outside(model, call)
-        changed_outside(plain, call)
-        check_call(model, plain, name)
-    report = autoamp.report(model)
-    # A number that changes is an input of one graph, and no graph holds `step` where a
-    # script calls it.
-    meets = make is dict and name == "forward"
-    assert len(report.graphs) == 8 if meets else len(report.graphs) < 8
-    assert report.coverage.calls_aside == (CALLS - 8 if meets else 0)
-    assert any("recompile_limit" in why for _, why in report.skipped) == meets

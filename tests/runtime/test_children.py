@@ -32,13 +32,14 @@ class Net(nn.Module):
         self.head = nn.Linear(8, 4)
         self.critic = nn.Linear(8, 1)
         self.act = nn.ReLU()
+        self.gain = nn.Parameter(torch.ones(4))  # in no module's graph
         self.logged: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.body(x)
         for block in self.blocks:
             x = self.act(block(x))
-        return self.head(x)
+        return self.head(x) * self.gain
 
     def log(self, value: Tensor) -> None:
         self.logged.append(value.detach())

@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
 from autoamp.runtime import compile_backend
 from tests.logs import warned
 from tests.says import says
-from tests.small_models import BF16, WIDTH, Of, is_rounded, mlp
+from tests.small_models import BF16, WIDTH, Of, Quiet, is_rounded, mlp
 
 # Dynamo looks at `.grad` of whatever crosses a break; it hides the warning, though not
 # from a filter that makes it an error.
@@ -129,17 +128,10 @@ def test_code_that_computes_nothing_may_be_left(x: Tensor, caplog) -> None:
     assert not warned(caplog)
 
 
-class Watching(TorchDispatchMode):
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_dispatch_mode_is_said_and_ends(x: Tensor, caplog) -> None:
     model = Of(lambda m, x: m.inner(x) + 1, inner=mlp())
     exact, compiled = model(x), by_name(model)
-    with Watching():
+    with Quiet():
         assert torch.equal(compiled(x), exact)
     (warning,) = warned(caplog)
     says(warning, "dispatch mode", "fp32")
@@ -159,9 +151,13 @@ def test_the_recompile_limit_is_said(caplog) -> None:
 
 
 def test_a_bad_option_is_an_error_where_there_is_no_graph(x: Tensor) -> None:
-    with pytest.raises(autoamp.AutoampError) as raised:
-        by_name(trying(), precision="fp7")(x)
-    says(raised, "'fp7'")
+    for name, value, told in (
+        ("precision", "fp7", "'fp7'"),
+        ("precison", "bf16", "'precison'"),
+    ):
+        with pytest.raises(autoamp.AutoampError) as raised:
+            by_name(trying(), **{name: value})(x)
+        says(raised, told)
 
 
 def test_a_second_derivative_is_told_what_runs_next(x: Tensor, caplog) -> None:

@@ -37,23 +37,12 @@ class Net(nn.Module):
 class Engine(nn.Module):
     """What all engines are: a module that holds the model and calls it."""
 
-    def __init__(self, module: nn.Module, optimizer: Any = None) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module, self.optimizer = module, optimizer
+        self.module = module
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.module(*inputs, **kwargs)
-
-    def train_batch(self, x: Tensor) -> Tensor:
-        """As a pipeline's, which is no call of the engine."""
-        loss: Tensor = self.forward(x).square().mean()
-        loss.backward()
-        self.step()
-        return loss
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
 
 class Wrapping:
@@ -229,22 +218,6 @@ def test_convert_refuses_an_optimizer_of_an_engine(name: str) -> None:
         with pytest.raises(autoamp.OptionError):
             autoamp.convert(model, each, **OPTIONS)
     assert not autoamp.is_converted(model)
-
-
-def test_an_engine_trains_as_without_autoamp(caplog) -> None:
-    def losses() -> list[Tensor]:
-        torch.manual_seed(0)
-        model = Net()
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = foreign("pipeline")(model, foreign("zero")(inner))
-        engine.optimizer.zero_grad = inner.zero_grad
-        found = [engine.train_batch(X).detach() for _ in range(4)]
-        assert "step" not in vars(inner)
-        return found
-
-    plain = losses()
-    autoamp.enable(**OPTIONS)
-    assert losses() == plain
 
 
 def test_a_function_that_the_library_compiles_is_left_alone() -> None:

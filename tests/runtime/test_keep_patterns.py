@@ -39,12 +39,6 @@ def test_patterns_keep_what_they_fit(pattern: str, kept: set[str]) -> None:
     assert fp32_in(model) == kept
 
 
-def test_a_star_keeps_every_module() -> None:
-    model = converted(Net(), keep="*")
-    exact = Net.forward(model, X)
-    assert torch.equal(model(X), exact)
-
-
 def test_modules_in_a_plain_list_may_be_named() -> None:
     """`named_modules()` does not look there."""
     model = Of(lambda m, x: m.head(m.layers[1](m.layers[0](x))), head=nn.Linear(8, 8))

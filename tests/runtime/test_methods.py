@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,8 +12,7 @@ from torch import Tensor, nn
 
 import autoamp
 from tests.logs import warned
-from tests.says import says
-from tests.small_models import BF16, converted, is_rounded
+from tests.small_models import converted, is_rounded
 from tests.small_models import runs as runs_of
 
 
@@ -93,171 +91,10 @@ def test_modules_that_they_call_run_rewritten_graphs(strict: bool, caplog) -> No
     assert {row.module for row in report.ops if row.flops} == paths
     methods = {what for what, why in report.skipped if "run in fp32" in why}
     assert methods == {f"Autoencoder.{name}" for name in ("encode", "decode", "sample")}
+    assert model.encode.__func__ is Autoencoder.encode
     with autoamp.disabled():
         assert torch.equal(model.encode(X), plain.encode(X))
     assert not warned(caplog)
-
-
-class Adapted(nn.Module):
-    """Has methods that set something, and that call methods of modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList([Adapter(), Adapter()])
-        self.chosen = 0
-
-    def set_adapter(self, name: str) -> None:
-        for part in self.parts:
-            part.set_adapter(name)
-
-    def merge(self) -> None:
-        for part in self.parts:
-            part.merge()
-
-    def freeze(self) -> None:
-        for part in self.parts:
-            part.base.requires_grad_(False)
-
-    def count(self) -> int:
-        return sum(part.count() for part in self.parts)
-
-    @property
-    def active(self) -> str:
-        return self.parts[0].active
-
-    @active.setter
-    def active(self, name: str) -> None:
-        self.set_adapter(name)
-
-    @contextlib.contextmanager
-    def without(self) -> Iterator[None]:
-        before = self.active
-        self.set_adapter("none")
-        try:
-            yield
-        finally:
-            self.set_adapter(before)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in self.parts:
-            x = part(x)
-        return x
-
-
-class Adapter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(8, 8)
-        self.low_rank = nn.ModuleDict({each: nn.Linear(8, 8) for each in "ab"})
-        self.active = "a"
-
-    def set_adapter(self, name: str) -> None:
-        with contextlib.suppress(KeyError):
-            self.low_rank[name].requires_grad_(True)
-        self.active = name
-
-    def merge(self) -> None:
-        if self.active != "none":
-            self.base.weight.data += self.low_rank[self.active].weight.data
-            self.active = "none"
-
-    def count(self) -> int:
-        return self.base.weight.numel()
-
-    def forward(self, x: Tensor) -> Tensor:
-        base = self.base(x)
-        return base if self.active == "none" else base + self.low_rank[self.active](x)
-
-
-def assign(model: Adapted) -> None:
-    model.active = "b"
-
-
-def leave(model: Adapted) -> Any:
-    with model.without():
-        return [part.active for part in model.parts], model.set_adapter("b")
-
-
-SETTERS: list[Callable[[Any], Any]] = [
-    lambda model: model.set_adapter("b"),
-    lambda model: model.merge(),
-    lambda model: model.freeze(),
-    lambda model: model.count(),
-    assign,
-    leave,
-]
-
-
-@pytest.mark.parametrize("called", [False, True])
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_method_that_computes_nothing_is_no_call(
-    strict: bool, called: bool, caplog
-) -> None:
-    for setter in SETTERS:
-        model = Adapted()
-        plain = copy.deepcopy(model)
-        converted(model, strict=strict)
-        if called:
-            model(X)
-        for _ in range(3):
-            assert setter(model) == setter(plain)
-        report = autoamp.report(model)
-        assert (report.coverage.calls, report.skipped) == (called, [])
-        for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(found, wanted)
-            assert found.requires_grad == wanted.requires_grad
-        with torch.no_grad():
-            assert is_rounded(model(X), plain(X))
-    assert not warned(caplog)
-
-
-class Contrastive(nn.Module):
-    """Is trained by its methods alone, which compute with a weight of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.image, self.text = nn.Linear(8, 8), nn.Linear(6, 8)
-        self.projection = nn.Parameter(torch.eye(8))
-
-    def image_features(self, x: Tensor) -> Tensor:
-        return self.image(x) @ self.projection
-
-    def text_features(self, x: Tensor) -> Tensor:
-        return self.text(x) @ self.projection
-
-
-def fitted(model: Any, *, precision: str | None) -> Any:
-    """`model` after three steps on the cosines of what its two methods give."""
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    if precision:
-        options = {**BF16, "precision": precision, "strict": True}
-        model, optimizer = autoamp.convert(model, optimizer, **options)
-    for _ in range(3):
-        pair = model.image_features(X), model.text_features(X[:, 2:])
-        loss = -nn.functional.cosine_similarity(*pair).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return model
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_model_without_forward_is_trained_by_its_methods(precision: str) -> None:
-    torch.manual_seed(0)
-    plain = Contrastive()
-    model = fitted(copy.deepcopy(plain), precision=precision)
-    fitted(plain, precision=None)
-    for found, wide in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found, wide, rtol=2**-5, atol=2**-7)
-        assert not torch.equal(found, wide)
-    report = autoamp.report(model)
-    rows = [(row.module, row.precision) for row in report.ops if row.flops]
-    assert sorted(rows) == [("image", precision), ("text", precision)]
-    for name in ("image_features", "text_features"):
-        (why,) = [why for what, why in report.skipped if what == f"Contrastive.{name}"]
-        says(why, "fp32")
-    assert "What stayed in fp32" in str(report)
-    assert "Contrastive.image_features" in str(report)
 
 
 CONTAINERS = [nn.ModuleDict({"a": nn.Linear(8, 8)}), nn.ModuleList([nn.Linear(8, 8)])]
@@ -273,28 +110,6 @@ def test_a_container_converts_for_the_modules_in_it(held: Any) -> None:
     assert runs_of(model) == 1
     with pytest.raises(NotImplementedError, match="forward"):
         model(X)
-
-
-class Weights(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(8, 8))
-
-    def score(self, x: Tensor) -> Tensor:
-        return x @ self.weight
-
-
-@pytest.mark.parametrize("make", [Weights, nn.Module, nn.ModuleList])
-def test_a_model_of_which_nothing_could_be_captured_raises(make: Any) -> None:
-    with pytest.raises(autoamp.UnsupportedModelError) as raised:
-        autoamp.convert(make(), **BF16)
-    says(raised, make.__name__, "give it a forward")
-
-
-def test_one_called_by_forward_is_part_of_its_graph() -> None:
-    model = autoamp.convert(Autoencoder(), **BF16)
-    model(X)
-    assert len(autoamp.report(model).graphs) == 1
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -331,15 +146,6 @@ def test_seen_from_the_second_call_on_in_the_automatic_mode(name: str) -> None:
     assert all(row.is_low for row in report.ops if row.op == "aten::linear.default")
     coverage = report.coverage
     assert (coverage.calls, coverage.calls_aside) == (2, 0)
-
-
-@pytest.mark.usefixtures("automatic")
-def test_a_method_that_was_taken_before_runs_converted_parts() -> None:
-    model = Trained()
-    encode = model.encode
-    for _ in range(3):
-        encode(X)
-    assert autoamp.report(model).runs == autoamp.report(model.encoder).runs == 2
 
 
 @pytest.mark.usefixtures("automatic")

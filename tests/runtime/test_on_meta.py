@@ -14,9 +14,7 @@ from torch import Tensor, nn
 import autoamp
 from autoamp.training.sentinels import COPIES
 from tests.says import says
-
-BF16: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
-WIDTH = 8
+from tests.small_models import BF16, WIDTH
 
 
 def model(device: str = "cpu") -> nn.Sequential:
@@ -52,24 +50,12 @@ def by_hooks(layer: nn.Module) -> None:
     layer.register_forward_hook(loads.take)
 
 
-def by_forward(layer: nn.Module) -> None:
-    loads, forward = LoadsAtCalls(layer), layer.forward
-
-    def load_and_call(x: Tensor) -> Any:
-        loads.lend(layer)
-        result = forward(x)
-        loads.take(layer)
-        return result
-
-    layer.forward = load_and_call
-
-
 def by_accelerate(layer: nn.Module) -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerate.cpu_offload(layer, execution_device="cpu")
 
 
-WAYS = [by_hooks, by_forward, by_accelerate]
+WAYS = [by_hooks, by_accelerate]
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["offloaded first", "converted"])

@@ -93,12 +93,14 @@ def test_the_error_is_the_plain_models(
         found = error_of(model, args, kwargs)
         assert (type(found), str(found)) == (type(expected), str(expected)), call
         shown = "".join(traceback.format_exception(found))
+        assert shown.count(f"{type(found).__name__}:") == 1
         assert "TorchRuntimeError" not in shown
         assert "fake tensor" not in shown
         model(good())
     printed = capfd.readouterr().err
     assert "Traceback" not in printed + caplog.text
     assert "failed while attempting" not in printed + caplog.text
+    assert "WON'T CONVERT" not in caplog.text
     assert len(printed.splitlines()) <= 3
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import io
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -179,19 +177,6 @@ def test_what_can_only_be_left_alone(precision: str) -> None:
 # -- copies, pickles, replaced code ----------------------------------------------------
 
 
-def test_pickles_are_those_of_a_plain_model(precision: str) -> None:
-    model, x = Net(), x_of()
-    names = set(vars(model))
-    model(x)
-    assert autoamp.is_converted(model)
-    pickled = pickle.dumps(model)
-    assert b"autoamp" not in pickled
-    assert set(vars(pickle.loads(pickled))) == names
-    saved = io.BytesIO()
-    torch.save(model, saved)
-    assert b"autoamp" not in saved.getvalue().replace(b"tests.whole.test_odd", b"")
-
-
 def test_a_copy_of_the_names_runs_its_own_weights(precision: str) -> None:
     model, x = Net(), x_of()
     model(x)
@@ -207,19 +192,6 @@ def test_a_copy_of_the_names_runs_its_own_weights(precision: str) -> None:
     assert relative_error(model(x), exact) < CLOSE[precision]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own
-def test_forward_mode(precision: str) -> None:
-    model, x, tangent = mlp(), x_of(), x_of()
-    model(x)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, tangent)
-        ours = torch.autograd.forward_ad.unpack_dual(model(dual)).tangent
-        with autoamp.disabled():
-            exact = torch.autograd.forward_ad.unpack_dual(model(dual)).tangent
-    # In bf16 whatever was asked for: nothing scales anything there.
-    assert relative_error(ours, exact) < CLOSE["bf16"]
-
-
 def test_a_class_with_another_forward(precision: str) -> None:
     class Changing(Net):
         pass
@@ -229,14 +201,6 @@ def test_a_class_with_another_forward(precision: str) -> None:
     Changing.forward = lambda self, x: self.inner(x) + 100
     after = model(x)
     assert (after - before).min() > 90
-
-
-def test_several_gradients_at_once(precision: str) -> None:
-    model, x = mlp(), x_of(3)
-    ours = torch.autograd.functional.jacobian(model, x, vectorize=True)
-    with autoamp.disabled():
-        exact = torch.autograd.functional.jacobian(model, x)
-    assert relative_error(ours, exact) < CLOSE[precision]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own
