@@ -5,7 +5,7 @@ The proofs are in `check/`, which shares no code with the passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, fx
@@ -14,7 +14,7 @@ from autoamp.errors import VerificationError
 from autoamp.passes.check import changes
 from autoamp.passes.check.always import Footprint, check_always, footprint
 from autoamp.passes.check.changes import May
-from autoamp.passes.check.compare import Region, differences
+from autoamp.passes.check.compare import differences
 from autoamp.passes.check.gradient_units import check_scales, check_units
 from autoamp.passes.check.standin import where
 from autoamp.passes.check.strides import check_strides
@@ -61,15 +61,11 @@ class Checks:
         after = now.gm if now.code is was.code or now.code is None else now.code
         if after is was.gm:
             return
-        before = self._footprint(was.gm)
+        # As a rule the pass before has made this graph, and its footprint is known.
+        is_known = self._seen is not None and self._seen[0] is was.gm
+        before = self._seen[1] if self._seen and is_known else footprint(was.gm)
         self._seen = after, footprint(after)
         check_always(after, before, self._seen[1])
-
-    def _footprint(self, gm: fx.GraphModule) -> Footprint:
-        """That of `gm`, which as a rule is the graph that the pass before made."""
-        if self._seen is None or self._seen[0] is not gm:
-            self._seen = gm, footprint(gm)
-        return self._seen[1]
 
     def replaced(self, was: Rewritten, now: Rewritten) -> None:
         """Calls were replaced by calls that give the same kinds, and nothing else.
@@ -77,8 +73,18 @@ class Checks:
         The proof that the numbers are the same stands where the calls are recognised
         (`kernels/`); the tests run both sides of every graph that they convert.
         """
-        if now.gm is not was.gm:
-            _same_kinds(differences(was.gm, now.gm, changes.KERNELS))
+        if now.gm is was.gm:
+            return
+        for region in differences(was.gm, now.gm, changes.KERNELS):
+            for old, new in region.results:
+                gave, gives = (tensors_of(n.meta.get("val")) for n in (old, new))
+                for one, other in zip(gave, gives, strict=True):
+                    if _kind(one) != _kind(other):
+                        raise VerificationError(
+                            f"{where(new)} gives {_kind(other)}, where {old.name} gave "
+                            f"{_kind(one)}",
+                            nodes=[n.name for n in region.old],
+                        )
 
     def recounted(self, was: Rewritten, now: Rewritten) -> None:
         """The casts and ops of the emitted graph cost what the placement promised."""
@@ -140,7 +146,8 @@ class Checks:
     def on_meshes(self, was: Rewritten, now: Rewritten) -> None:
         """Torch's calls on DTensors are back where the model makes them."""
         differences(was.gm, now.gm, changes.ON_MESHES)
-        for node in (n for gm in _graphs(now.gm) for n in gm.graph.nodes):
+        graphs = [m.graph for m in now.gm.modules() if isinstance(m, fx.GraphModule)]
+        for node in (n for graph in graphs for n in graph.nodes):
             if changes.crosses(node):
                 raise VerificationError(
                     f"{where(node)} is not the call that the model makes on the mesh",
@@ -165,24 +172,6 @@ class Checks:
 
 def _inputs(gm: fx.GraphModule) -> list[str]:
     return [n.name for n in gm.graph.nodes if n.op == "placeholder"]
-
-
-def _graphs(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    return [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
-
-
-def _same_kinds(regions: Sequence[Region]) -> None:
-    """Checks that each result keeps its dtype, shape and strides."""
-    for region in regions:
-        for old, new in region.results:
-            was, now = (tensors_of(n.meta.get("val")) for n in (old, new))
-            for one, other in zip(was, now, strict=True):
-                if _kind(one) != _kind(other):
-                    raise VerificationError(
-                        f"{where(new)} gives {_kind(other)}, where {old.name} gave "
-                        f"{_kind(one)}",
-                        nodes=[n.name for n in region.old],
-                    )
 
 
 def _kind(value: Tensor) -> tuple[Any, ...]:

@@ -106,21 +106,39 @@ class _Pair:
         self.may = may
         self.old = {n.name: n for n in before.graph.nodes}
         self.new = {n.name: n for n in after.graph.nodes}
-        self.staying = {n for n in self.new if n in self.old and self._stays(n)}
+        self.staying = {
+            name
+            for name, node in self.new.items()
+            if name in self.old and self._is_same_call(self.old[name], node)
+        }
         self.gone = [n for n in before.graph.nodes if n.name not in self.staying]
         self.added: list[fx.Node] = []
         self.stands: tuple[dict[str, str], dict[str, str]] = {}, {}
         self._views: dict[Any, str] = {}
-        self._same_inputs()
+        olds, news = (
+            [n.name for n in gm.graph.nodes if n.op == "placeholder"] for gm in self.gms
+        )
+        # The inputs of before come in their order, then those declared.
+        if olds != [name for name in news if name not in may.copies]:
+            raise VerificationError(f"the inputs changed from {olds} to {news}")
+        for name, weight in may.copies.items():
+            if weight is not None and name in self.new:
+                self.stands[1][name] = weight
         self._follow_old()
         self._follow_new()
         if not may.retype:  # stand-ins then tell what shares memory
             self._no_stale_copy()
-        if may.replace:
-            self._count_changed_calls_as_replaced()
+        # A call with other literals is another call, that may replace the one before.
+        for name in sorted(self.staying if may.replace else ()):
+            old, new = self.old[name], self.new[name]
+            if new.op != "call_function" or calls_bodies(new):
+                continue
+            if literals(old) != literals(new):
+                self.staying.discard(name)
+                self.gone.append(old)
+                self.added.append(new)
 
-    def _stays(self, name: str) -> bool:
-        old, new = self.old[name], self.new[name]
+    def _is_same_call(self, old: fx.Node, new: fx.Node) -> bool:
         if old.op != new.op or old.target is new.target:
             return bool(old.op == new.op)
         if old.op != "call_function":
@@ -134,28 +152,21 @@ class _Pair:
 
     # -- what stands for what ------------------------------------------------------
 
-    def _same_inputs(self) -> None:
-        """Checks the inputs: those of before in their order, then those declared."""
-        olds, news = (
-            [n.name for n in gm.graph.nodes if n.op == "placeholder"] for gm in self.gms
-        )
-        extra = [name for name in news if name not in self.may.copies]
-        if extra != olds:
-            raise VerificationError(f"the inputs changed from {olds} to {news}")
-        for name, weight in self.may.copies.items():
-            if weight is not None and name in self.new:
-                self.stands[1][name] = weight
-
     def _follow_old(self) -> None:
         """Finds the values that the nodes of the graph before stand for.
 
         An op in place gives its operand; two equal views of one value are one value.
         """
         gone, known = set(self.gone), list[fx.Node]()
+        apart = self.may.copies or self.may.fold
         for node in self.gms[0].graph.nodes:
             self._follow(node, 0)
-            again = self.may.once and self._made_again(node, known)
-            if again or (node in gone and self._is_gone_cast(node)):
+            if self.may.once and self._made_again(node, known):
+                gone.discard(node)
+            # A cast may be made outside the graph: a copy that was declared, or a
+            # constant of the graph, then holds its result.
+            elif node in gone and apart and node.target in CASTS | USES:
+                self.stands[0][node.name] = self.stood(node.all_input_nodes[0], 0)
                 gone.discard(node)
         self.gone = [n for n in self.gone if n in gone]
 
@@ -208,17 +219,6 @@ class _Pair:
                 self.stands[0][node.name] = first.name
                 return True
         return False
-
-    def _is_gone_cast(self, node: fx.Node) -> bool:
-        """Whether a node that is gone was a cast that may be made outside the graph.
-
-        A copy that was declared, or a constant of the graph, then holds its result.
-        """
-        apart = self.may.copies or self.may.fold
-        if not apart or node.target not in CASTS | USES:
-            return False
-        self.stands[0][node.name] = self.stood(node.all_input_nodes[0], 0)
-        return True
 
     def _is_group(self, node: fx.Node) -> bool:
         return self.may.groups and node.target in GROUPS
@@ -275,16 +275,6 @@ class _Pair:
         # By its numbers: no call in the graph tells where a constant comes from.
         same = torch.equal(known.detach().to(value.dtype), value)
         return str(source.name) if same else None
-
-    def _count_changed_calls_as_replaced(self) -> None:
-        for name in sorted(self.staying):
-            old, new = self.old[name], self.new[name]
-            if new.op != "call_function" or calls_bodies(new):
-                continue
-            if literals(old) != literals(new):
-                self.staying.discard(name)
-                self.gone.append(old)
-                self.added.append(new)
 
     # -- what may not move ---------------------------------------------------------
 
@@ -401,7 +391,14 @@ def _regions(pair: _Pair) -> list[Region]:
                 _refuse_lost([old])
             else:
                 _refuse_operands(pair.old[name], pair.new[name])
-        _is_recorded_as_before(pair, pair.old[name], pair.new[name])
+        was, now = pair.old[name], pair.new[name]
+        retyped = pair.may.retype or name in pair.may.redtyped
+        if not retyped and _differ(was, now, strides=True):
+            raise VerificationError(
+                f"{where(now)} is recorded as {_kinds(now, strides=True)}, where it "
+                f"was {_kinds(was, strides=True)}",
+                nodes=named(was),
+            )
     for node in pair.added:
         if pair.old.get(node.name) in gone:
             # A call that replaces the call of its own name is of that call's region,
@@ -449,16 +446,6 @@ def _read_otherwise(
     # Torch's op for a checkpoint is told more than the function that it replaces.
     if told[0] != told[1] and not pair.may.retype and not (renamed and is_body):
         _refuse_operands(old, new)
-
-
-def _is_recorded_as_before(pair: _Pair, old: fx.Node, new: fx.Node) -> None:
-    retyped = pair.may.retype or old.name in pair.may.redtyped
-    if not retyped and _differ(old, new, strides=True):
-        raise VerificationError(
-            f"{where(new)} is recorded as {_kinds(new, strides=True)}, where it "
-            f"was {_kinds(old, strides=True)}",
-            nodes=named(old),
-        )
 
 
 def _refuse_operands(old: fx.Node, new: fx.Node) -> None:
@@ -593,24 +580,21 @@ def _nothing_moved(pair: _Pair, old: list[fx.Node], new: list[fx.Node]) -> None:
 
 def _made_of_nothing(node: fx.Node) -> list[fx.Node] | None:
     """The calls that make a value of literals and sizes; None where tensors come in."""
-    found: dict[fx.Node, None] = {}
+    calls: dict[fx.Node, None] = {}
     pending = [node]
     while pending:
-        each = pending.pop()
-        if each in found or _is_a_size(each):
+        call = pending.pop()
+        # A size is an input of the graph, or a call asks for it.
+        is_size = call.target is torch.ops.aten.sym_size.int or (
+            call.op == "placeholder" and not tensors_of(call.meta.get("val"))
+        )
+        if call in calls or is_size:
             continue
-        if each.op != "call_function" or calls_bodies(each) or has_effect(each.target):
+        if call.op != "call_function" or calls_bodies(call) or has_effect(call.target):
             return None
-        found[each] = None
-        pending += each.all_input_nodes
-    return list(found)
-
-
-def _is_a_size(node: fx.Node) -> bool:
-    """Whether a node is a size: an input of the graph, or one that a call asks for."""
-    if node.op == "placeholder":
-        return not tensors_of(node.meta.get("val"))
-    return node.target is torch.ops.aten.sym_size.int
+        calls[call] = None
+        pending += call.all_input_nodes
+    return list(calls)
 
 
 # -- metadata of nodes -----------------------------------------------------------------
@@ -645,21 +629,19 @@ def _is_recorded_truly(node: fx.Node, operand: fx.Node) -> None:
     if node.target is with_dtypes:
         dtypes = [dtype for dtype in node.args[1] if dtype is not None]  # type: ignore[union-attr]
     else:
-        dtypes, known = [_dtype_made(node, known[0])] * len(said), known[:1] * len(said)
+        dtype: Any = known[0].dtype
+        if node.target in CASTS:
+            second = node.args[1] if len(node.args) > 1 else None
+            dtype = node.kwargs.get("dtype", second) or dtype
+        elif node.target in SCALED_CASTS:
+            dtype = torch.float32
+        dtypes, known = [dtype] * len(said), known[:1] * len(said)
     expected = [(d, [*map(str, t.shape)]) for d, t in zip(dtypes, known, strict=True)]
     if expected != [(t.dtype, [*map(str, t.shape)]) for t in said]:
         told = [", ".join(f"{t.dtype} {[*t.shape]}" for t in v) for v in (said, known)]
         raise VerificationError(
             f"{where(node)} is recorded as {told[0]}, of {told[1]}", nodes=named(node)
         )
-
-
-def _dtype_made(node: fx.Node, like: torch.Tensor) -> Any:
-    """The dtype that an added call gives of an operand like `like`."""
-    if node.target in CASTS:
-        told = node.kwargs.get("dtype", node.args[1] if len(node.args) > 1 else None)
-        return told or like.dtype
-    return torch.float32 if node.target in SCALED_CASTS else like.dtype
 
 
 # -- facts of one call, from its arguments and its op's schema -------------------------

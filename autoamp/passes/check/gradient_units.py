@@ -9,7 +9,7 @@ units of a graph either agree, or some gradient is scaled twice or never.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import networkx as nx
@@ -109,7 +109,16 @@ def check_units(gm: fx.GraphModule) -> None:
         return
     related = nx.Graph()
     related.add_nodes_from((TRUE, SCALED))
-    counted = flowing_in(gm.graph) - _written(gm)
+    # What shares memory with something that the graph writes to is left out.
+    written = [value for node in nodes for value in written_values(node)]
+    in_place = (unscale_grad_, traced_scale_grad_)
+    written += [n.all_input_nodes[0] for n in nodes if n.target in in_place]
+    storages = storages_of(written)
+    counted = {
+        node
+        for node in flowing_in(gm.graph)
+        if storages.isdisjoint(storages_of([node]))
+    }
     # `scale_grad` gives the value itself, whose maker's backward begins with the scale:
     # what readers give to the value, by either name, is true.
     entering = {node.args[0] for node in nodes if node.target is scale_grad}
@@ -160,16 +169,14 @@ def flowing_in(graph: fx.Graph) -> set[fx.Node]:
                 t.requires_grad for t in tensors_of(node.meta.get("val"))
             ):
                 found.add(node)
-        elif node.op == "call_function" and recording and any(_floats(node)):
+        elif node.op == "call_function" and recording:
+            results = tensors_of(node.meta.get("val"))
+            if not any(t.is_floating_point() or t.is_complex() for t in results):
+                continue
             operands = [n for n in node.all_input_nodes if n in found]
             if operands and (node.target in _FIRST_ALONE or _passes(node, found, memo)):
                 found.add(node)
     return found
-
-
-def _floats(node: fx.Node) -> Iterator[bool]:
-    values = tensors_of(node.meta.get("val"))
-    return (t.is_floating_point() or t.is_complex() for t in values)
 
 
 def _passes(node: fx.Node, flowing: Collection[fx.Node], memo: dict[Any, bool]) -> bool:
@@ -177,16 +184,13 @@ def _passes(node: fx.Node, flowing: Collection[fx.Node], memo: dict[Any, bool]) 
     target = node.target
     if not isinstance(target, compat.OpOverload):
         return True
-    given = [n in flowing for n in node.all_input_nodes]
-    key = (target, *given, *map(repr, _leaves(node)))
+    flows = [n in flowing for n in node.all_input_nodes]
+    leaves = torch.utils._pytree.tree_leaves((node.args, node.kwargs))
+    literals = [leaf for leaf in leaves if not isinstance(leaf, fx.Node)]
+    key = (target, *flows, *map(repr, literals))
     if key not in memo:
         memo[key] = _asked(node, flowing)
     return memo[key]
-
-
-def _leaves(node: fx.Node) -> list[Any]:
-    found = torch.utils._pytree.tree_leaves((node.args, node.kwargs))
-    return [v for v in found if not isinstance(v, fx.Node)]
 
 
 def _asked(node: fx.Node, flowing: Collection[fx.Node]) -> bool:
@@ -209,13 +213,3 @@ def _asked(node: fx.Node, flowing: Collection[fx.Node]) -> bool:
     except Exception:  # noqa: BLE001  # the op has no meta kernel, or writes to a leaf
         return True
     return any(t.requires_grad for t in tensors_of(made))
-
-
-def _written(gm: fx.GraphModule) -> set[fx.Node]:
-    """The values that share memory with something that the graph writes to."""
-    nodes = list(gm.graph.nodes)
-    written = [value for node in nodes for value in written_values(node)]
-    in_place = (unscale_grad_, traced_scale_grad_)
-    written += [n.all_input_nodes[0] for n in nodes if n.target in in_place]
-    storages = storages_of(written)
-    return {node for node in nodes if not storages.isdisjoint(storages_of([node]))}

@@ -20,7 +20,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES, short_name
 from autoamp.errors import VerificationError
-from autoamp.passes.check.changes import held
+from autoamp.passes.check import changes
 from autoamp.passes.check.compare import differences
 from autoamp.passes.functions import dtypes_in, op_with_its_state, with_dtypes
 from autoamp.passes.functions.casts import Dtypes
@@ -116,7 +116,12 @@ def hold_first_run(
             told = [each.message(options) for each in held.broken.values()]
             try:
                 amended = _with_casts(ran, held.broken)
-                code = _checked(ran, amended, held.broken)
+                # The edit is checked as a pass is: it happens at a call, behind all
+                # passes, and may put casts behind the broken nodes alone.
+                broken = frozenset(n.name for n in held.broken)
+                differences(ran, amended, changes.held(broken))
+                code = with_bindings(amended)
+                compat.make_code(code)
             except VerificationError as error:
                 if options.strict:
                     raise
@@ -133,21 +138,6 @@ def hold_first_run(
         return results
 
     prepared.run = first
-
-
-def _checked(
-    gm: fx.GraphModule, amended: fx.GraphModule, broken: Iterable[fx.Node]
-) -> fx.GraphModule:
-    """The code of `amended`, which may differ from `gm` in casts behind broken nodes.
-
-    Raises:
-        VerificationError: `amended` or its code is another program.
-    """
-    # The edit is checked as a pass is: it happens at a call, behind all passes.
-    differences(gm, amended, held(frozenset(n.name for n in broken)))
-    code = with_bindings(amended)
-    compat.make_code(code)
-    return code
 
 
 def _reads_low(n: fx.Node) -> bool:
@@ -186,25 +176,23 @@ def _broken(n: fx.Node, given: Dtypes, differ: Iterable[str]) -> Broken:
 def _with_casts(gm: fx.GraphModule, broken: Mapping[fx.Node, Broken]) -> fx.GraphModule:
     """A copy of `gm` in which the dtypes of broken nodes are corrected, and cast."""
     amended, copies = copied(gm)
-    for node, each in broken.items():
-        if node in copies:
-            _cast_behind(copies[node], each.given)
+    for old, found in broken.items():
+        if old not in copies:
+            continue
+        node = copies[old]
+        promised, readers = node.meta["val"], [*node.users]
+        with amended.graph.inserting_after(node):
+            # `with_dtypes` and not `_to_copy`: an op may have several results, some no
+            # tensors.
+            cast = amended.graph.call_function(with_dtypes, (node, dtypes_in(promised)))
+        cast.meta = dict(node.meta)
+        node.meta = {**node.meta, "val": with_dtypes(promised, found.given)}
+        # The cast itself goes on reading the node.
+        for reader in readers:
+            reader.replace_input_with(node, cast)
     for name, body in gm.named_children():
         if isinstance(body, fx.GraphModule):
             setattr(amended, name, _with_casts(body, broken))
     amended.graph.lint()
     amended.recompile()
     return amended
-
-
-def _cast_behind(node: fx.Node, given: Dtypes) -> None:
-    """Corrects the dtype that a node promises; its readers read a cast instead."""
-    graph, said = node.graph, node.meta["val"]
-    with graph.inserting_after(node):
-        # `with_dtypes` and not `_to_copy`: an op may have several results, some no
-        # tensors.
-        cast = graph.call_function(with_dtypes, (node, dtypes_in(said)))
-    cast.meta = dict(node.meta)
-    node.meta = {**node.meta, "val": with_dtypes(said, given)}
-    # The cast itself goes on reading the node.
-    node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)

@@ -82,7 +82,8 @@ def operands_agree(node: fx.Node, after: StandIns, before: StandIns) -> None:
     if name in _CONVERTS or is_custom(node.target):  # its author may want two dtypes
         return
     exempt = _FP32_PARAMETERS.get(name, frozenset())
-    if _on_cpu(node):
+    values = [n.meta.get("val") for n in node.all_input_nodes]
+    if all(v.device.type == "cpu" for v in values if isinstance(v, torch.Tensor)):
         # CUDA's kernels of norms reject fp32 parameters beside low data.
         exempt |= _CPU_FP32_PARAMETERS.get(name, frozenset())
     found = _operand_dtypes(node, after, exempt)
@@ -124,11 +125,6 @@ def _state_is_fp32(node: fx.Node, after: StandIns) -> None:
             f"{where(node)} reads {others}, and a state of {state}",
             nodes=named(node),
         )
-
-
-def _on_cpu(node: fx.Node) -> bool:
-    values = [n.meta.get("val") for n in node.all_input_nodes]
-    return all(v.device.type == "cpu" for v in values if isinstance(v, torch.Tensor))
 
 
 def _operand_dtypes(

@@ -108,7 +108,7 @@ class StandIns:
             target,
             _signature(args),
             _signature(kwargs),
-            self._devices(node),
+            tuple([self.devices[n.name] for n in node.all_input_nodes]),
             self.regions.inside,
         )
         if key not in self.memo:
@@ -133,7 +133,11 @@ class StandIns:
     def _answer(self, node: fx.Node) -> Any:
         """The result of an op, computed with fake tensors on the operands' devices."""
         target: Any = node.target
-        with compat.as_traced(), _mode(self.memo), self.regions.entered():
+        # All results of one verification are computed in one fake mode.  Static sizes:
+        # a check must add no guard to the graph that it looks at.
+        if _MODE not in self.memo:
+            self.memo[_MODE] = compat.new_fake_mode(symbolic=False)
+        with compat.as_traced(), self.memo[_MODE], self.regions.entered():
 
             def on_its_device(operand: fx.Node) -> Any:
                 device = getattr(operand.meta.get("val"), "device", _META)
@@ -144,19 +148,6 @@ class StandIns:
             if op_with_its_state(target) in compat.PACKED.values():
                 return compat.packed_result(*args)
             return target(*args, **kwargs)
-
-    def _devices(self, node: fx.Node) -> tuple[Any, ...]:
-        return tuple([self.devices[n.name] for n in node.all_input_nodes])
-
-
-def _mode(memo: Memo) -> compat.FakeTensorMode:
-    """The fake mode in which all results of one verification are computed."""
-    if _MODE not in memo:
-        # Static sizes: a check must add no guard to the graph that it looks at.
-        memo[_MODE] = compat.new_fake_mode(symbolic=False)
-    found = memo[_MODE]
-    assert isinstance(found, compat.FakeTensorMode)
-    return found
 
 
 _MODE = "fake mode"

@@ -55,7 +55,14 @@ def check_strides(
         if node.target is not laid_out and laid.keys().isdisjoint(node.all_input_nodes):
             continue
         if node.op == "output":
-            _results_lie_as_before(node, laid)
+            for result in node.all_input_nodes:
+                if result in laid:
+                    raise VerificationError(
+                        f"{where(result)} is returned with strides "
+                        f"{_strides(laid[result])}, where the model's has "
+                        f"{_strides(result.meta['val'])}",
+                        nodes=named(result),
+                    )
             continue
         try:
             made = made_of(node, value, mode)
@@ -78,38 +85,25 @@ def _shows_as_before(node: fx.Node, value: Callable[[fx.Node], Any]) -> None:
 
     `reshape` does so, and a later write to the operand would be seen or missed.
     """
-    shows = [
-        _shared(called(node, operands.__getitem__), operands)
-        for operands in (
-            {n: _on_meta(n.meta.get("val")) for n in node.all_input_nodes},
-            {n: _on_meta(value(n)) for n in node.all_input_nodes},
+    shows: list[set[fx.Node]] = []
+    for operands in (
+        {n: _on_meta(n.meta.get("val")) for n in node.all_input_nodes},
+        {n: _on_meta(value(n)) for n in node.all_input_nodes},
+    ):
+        result = tensors_of(called(node, operands.__getitem__))
+        memory = {compat.storage_id(t) for t in result}
+        shows.append(
+            {
+                n
+                for n, read in operands.items()
+                if not memory.isdisjoint(map(compat.storage_id, tensors_of(read)))
+            }
         )
-    ]
     if shows[0] != shows[1]:
         raise VerificationError(
             f"{where(node)} shows memory of other operands with the channels last",
             nodes=named(node),
         )
-
-
-def _shared(made: Any, operands: dict[fx.Node, Any]) -> set[fx.Node]:
-    """The operands whose memory a result shows."""
-    shown = {compat.storage_id(t) for t in tensors_of(made)}
-    return {
-        n
-        for n, given in operands.items()
-        if not shown.isdisjoint(compat.storage_id(t) for t in tensors_of(given))
-    }
-
-
-def _results_lie_as_before(output: fx.Node, laid: dict[fx.Node, Any]) -> None:
-    for node in output.all_input_nodes:
-        if node in laid:
-            raise VerificationError(
-                f"{where(node)} is returned with strides {_strides(laid[node])}, "
-                f"where the model's has {_strides(node.meta['val'])}",
-                nodes=named(node),
-            )
 
 
 def _on_meta(value: Any) -> Any:

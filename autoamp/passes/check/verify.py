@@ -59,12 +59,33 @@ class Verifier:
         before, after = self._before, self._after(rewritten)
         _same_results(rewritten, before, after)
         for node in rewritten.graph.nodes:
-            _metadata_is_true(node, after)
+            made = dtypes_of(after.values[node.name])
+            told = dtypes_of(node.meta.get("val"))
+            # Of a call with several results each `getitem` is checked by itself.
+            several = node.users and all(
+                user.target is operator.getitem for user in node.users
+            )
+            if told != made and node.op != "output" and not several:
+                raise VerificationError(
+                    f"{where(node)} is recorded as {told} but computes {made}",
+                    nodes=named(node),
+                )
             operands_agree(node, after, before)
-            if node.name in must_make_high:
-                _makes_as_before(node, before, after)
+            stays_high = node.name in must_make_high
+            if stays_high and dtypes_of(before.values[node.name]) != made:
+                raise VerificationError(
+                    f"{where(node)} must stay fp32 but its result became {made}",
+                    nodes=named(node),
+                )
             if node.name in must_read_high and not reads_as_it_comes(node):
-                _reads_as_before(node, before, after)
+                old = read_dtypes(before.nodes[node.name], before)
+                new = read_dtypes(node, after)
+                if old != new:
+                    raise VerificationError(
+                        f"{where(node)} must stay fp32 but reads {new} where it read "
+                        f"{old}",
+                        nodes=named(node),
+                    )
         _same_strides(rewritten, before, after)
         _no_stale_casts(self.original, rewritten, after)
         differences(self.original, rewritten, INSERTED_CASTS)
@@ -94,7 +115,9 @@ class Verifier:
             elif _is_inserted_cast(node, before):
                 source, way = _cast_of(node, before, after)
                 prices = up_prices if way == "up" else down_prices
-                if source in wide_prices and way == "up" and _is_only_use(node):
+                # A product writes fp32 itself only where nothing reads it low.
+                is_only_use = len(node.all_input_nodes[0].users) == 1
+                if source in wide_prices and way == "up" and is_only_use:
                     prices = wide_prices
                 total += prices[source]
         return total
@@ -161,7 +184,10 @@ def _same_strides(rewritten: fx.GraphModule, before: StandIns, after: StandIns) 
                 nodes=named(node),
             )
     for node in rewritten.graph.nodes:
-        if not _is_strided_read(node.target) or node.name not in before.nodes:
+        is_strided = isinstance(node.target, compat.OpOverload) and (
+            compat.schema(node.target).name.startswith("aten::as_strided")
+        )
+        if not is_strided or node.name not in before.nodes:
             continue
         # A cast packs its operand anew, and `as_strided` would then show other
         # elements.
@@ -195,43 +221,6 @@ def _place(value: Any) -> tuple[Any, ...]:
     return (value.storage_offset(), _strides(value))
 
 
-def _is_strided_read(target: Any) -> bool:
-    """Whether a call takes elements of its operand by their places in memory."""
-    is_op = isinstance(target, compat.OpOverload)
-    return is_op and compat.schema(target).name.startswith("aten::as_strided")
-
-
-def _metadata_is_true(node: fx.Node, after: StandIns) -> None:
-    if node.users and all(user.target is operator.getitem for user in node.users):
-        return  # each `getitem` is checked by itself
-    said = dtypes_of(node.meta.get("val"))
-    true = dtypes_of(after.values[node.name])
-    if node.op != "output" and said != true:
-        raise VerificationError(
-            f"{where(node)} is recorded as {said} but computes {true}",
-            nodes=named(node),
-        )
-
-
-def _makes_as_before(node: fx.Node, before: StandIns, after: StandIns) -> None:
-    new = dtypes_of(after.values[node.name])
-    if dtypes_of(before.values[node.name]) != new:
-        raise VerificationError(
-            f"{where(node)} must stay fp32 but its result became {new}",
-            nodes=named(node),
-        )
-
-
-def _reads_as_before(node: fx.Node, before: StandIns, after: StandIns) -> None:
-    old = read_dtypes(before.nodes[node.name], before)
-    new = read_dtypes(node, after)
-    if old != new:
-        raise VerificationError(
-            f"{where(node)} must stay fp32 but reads {new} where it read {old}",
-            nodes=named(node),
-        )
-
-
 def _is_inserted_cast(node: fx.Node, before: StandIns) -> bool:
     return node.name not in before.nodes and _is_cast(node)
 
@@ -246,12 +235,6 @@ def _cast_of(node: fx.Node, before: StandIns, after: StandIns) -> tuple[str, str
     while source.name not in before.nodes:
         source = source.all_input_nodes[0]
     return source.name, "up" if up else "down"
-
-
-def _is_only_use(cast: fx.Node) -> bool:
-    """Whether nothing but the cast reads what it casts."""
-    (source,) = cast.all_input_nodes
-    return len(source.users) == 1
 
 
 def _runs_low(node: fx.Node, before: StandIns, after: StandIns) -> bool:
@@ -366,19 +349,19 @@ def _may_write(body: fx.GraphModule) -> bool:
     nodes = list(body.graph.nodes)
     # A body as Dynamo wrote it has no metadata to make stand-ins of.
     if any(n.op == "call_method" or "val" not in n.meta for n in nodes[:-1]):
-        return any(_writes_by_name(n) or _written(n, body) for n in nodes)
+        for node in nodes:
+            name = str(getattr(node.target, "__name__", node.target))
+            in_place = name.endswith("_") and not name.startswith("_")
+            # A Python method, function or operator is judged by its name.
+            by_name = node.op.startswith("call") and (in_place or name in _WRITING)
+            if by_name or _written(node, body):
+                return True
+        return False
     run = StandIns(body, {})
     given = {_storage(run, n) for n in nodes if n.op in ("placeholder", "get_attr")}
     return any(
         _storage(run, w) in given - {-1} for n in nodes for w in _written(n, body)
     )
-
-
-def _writes_by_name(node: fx.Node) -> bool:
-    """Whether a Python method, function or operator writes, judged by its name."""
-    name = str(getattr(node.target, "__name__", node.target))
-    in_place = name.endswith("_") and not name.startswith("_")
-    return node.op.startswith("call") and (in_place or name in _WRITING)
 
 
 _WRITING = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ipow"})

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import autoamp
 from autoamp.errors import AutoampError
 from autoamp.passes.check import held
+from autoamp.passes.functions import with_dtypes
 from tests.small_models import converted
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -107,15 +108,16 @@ def test_casts_that_change_the_program_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A faulty graph with casts never runs; its results are cast node by node."""
-    real = held._cast_behind
+    real = held._with_casts
 
-    def faulty(node: fx.Node, given: Any) -> None:
-        real(node, given)
-        (cast,) = node.users
+    def faulty(gm: fx.GraphModule, broken: Any) -> fx.GraphModule:
+        amended = real(gm, broken)
+        (cast,) = amended.graph.find_nodes(op="call_function", target=with_dtypes)
         (reader,) = cast.users
         reader.args = (cast, *reader.args[1:-1], None)  # without its bias
+        return amended
 
-    monkeypatch.setattr(held, "_cast_behind", faulty)
+    monkeypatch.setattr(held, "_with_casts", faulty)
     model, x = Between(OPS.wide), torch.randn(4, 16)
     with torch.no_grad():
         expected = model(x)
