@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from torch.nn import functional
 import autoamp
 from tests.says import says
 
+pytestmark = pytest.mark.usefixtures("off_again")
 WIDTH = 16
 
 
@@ -76,12 +77,6 @@ MADE: dict[str, Callable[[], nn.Module]] = {
     "a block in the code": lambda: Within(Encoder()),
     "the trainer's model alone": lambda: by_the_trainer(Encoder()),
 }
-
-
-@pytest.fixture(autouse=True)
-def _off() -> Iterator[None]:
-    yield
-    autoamp.disable()
 
 
 def batches() -> list[Tensor]:

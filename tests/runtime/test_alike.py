@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autoamp
+from tests.runtime.test_user_compile import Seen
 from tests.small_models import Of, converted, runs
 
 
@@ -34,6 +35,20 @@ class Small(nn.Module):
         return self.up(x)
 
 
+class Halved(Small):
+    """A graph break between its layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        torch._dynamo.graph_break()
+        return self.down(x.relu())
+
+
+class Outer(Halved):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(super().forward(x))
+
+
 class Broken(Small):
     """A graph break that Dynamo cannot go on from."""
 
@@ -42,17 +57,6 @@ class Broken(Small):
             x = self.down(self.up(x))
             torch._dynamo.graph_break()
         return x
-
-
-class Seen:
-    """A backend of the user's: it is given each graph once that the pass was run on."""
-
-    def __init__(self) -> None:
-        self.graphs: list[Any] = []
-
-    def __call__(self, gm: Any, inputs: Any) -> Any:
-        self.graphs.append(gm)
-        return gm.forward
 
 
 @pytest.fixture
@@ -82,16 +86,19 @@ def check(model: Any, x: Tensor = X, **close: float) -> Tensor:
     return found
 
 
+@pytest.mark.parametrize(("make", "graphs"), [(Small, 1), (Halved, 2), (Outer, 3)])
 def test_models_of_one_class_are_captured_once_and_have_their_own_weights(
-    seen: Seen,
+    make: type[Small], graphs: int, seen: Seen
 ) -> None:
-    models = several(backend=seen)
+    """However many they are: Dynamo compiles a function at most eight times."""
+    models = several(make, count=10, backend=seen)
     for model in models:
         check(model).square().sum().backward()
-    assert len(seen.graphs) == 1
+    assert len(seen.graphs) == graphs
     for model in models:
         report = autoamp.report(model)
-        assert (report.runs, len(report.graphs), report.skipped) == (1, 1, [])
+        found = report.runs, len(report.graphs), report.skipped
+        assert found == (graphs, graphs, [])
         assert all(p.grad is not None for p in model.parameters())
     first, second, *_ = models
     assert not torch.equal(first.up.weight.grad, second.up.weight.grad)
@@ -105,7 +112,8 @@ def test_models_of_one_class_are_captured_once_and_have_their_own_weights(
     gc.collect()
     assert gone() is None
     check(second)
-    assert len(seen.graphs) <= 2  # Dynamo drops what it compiled with the model it saw
+    # Dynamo drops what it compiled with the model it saw.
+    assert len(seen.graphs) <= 2 * graphs
 
 
 def test_kinds_of_calls_are_captured_once_each(seen: Seen) -> None:

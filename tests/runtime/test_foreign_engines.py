@@ -21,17 +21,9 @@ from torch import Tensor, nn
 import autoamp
 from tests.says import says
 from tests.small_models import BF16 as OPTIONS
+from tests.small_models import WIDTH, mlp
 
-X = torch.randn(4, 16)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x).relu())
+X = torch.randn(4, WIDTH)
 
 
 class Engine(nn.Module):
@@ -124,11 +116,10 @@ def left(caplog, kind: type) -> bool:
 def test_the_automatic_mode_leaves_an_engine_and_what_is_inside(
     name: str, first: str, caplog
 ) -> None:
+    model = mlp()
+    expected = model(X)
     autoamp.enable(**OPTIONS)
-    model = Net()
     engine = foreign(name)(model)
-    with torch.no_grad():
-        expected = model.b(model.a(X).relu())
     calls = (engine, engine.forward, model, engine)
     for call in calls if first == "engine" else (model,):
         for _ in range(3):
@@ -139,7 +130,7 @@ def test_the_automatic_mode_leaves_an_engine_and_what_is_inside(
 
 def test_a_model_converted_before_its_engine_was_made_is_reverted(caplog) -> None:
     autoamp.enable(**OPTIONS)
-    model = Net()
+    model = mlp()
     model(X)
     assert autoamp.is_converted(model)
     engine = foreign("deepspeed")(model)
@@ -153,9 +144,9 @@ def test_a_model_converted_before_its_engine_was_made_is_reverted(caplog) -> Non
 def test_convert_refuses_an_engine_and_what_is_inside_or_holds_one(
     name: str,
 ) -> None:
-    model = Net()
+    model = mlp()
     engine = foreign(name)(model)
-    for each in (engine, model, nn.Sequential(engine, nn.Linear(16, 4))):
+    for each in (engine, model, nn.Sequential(engine, nn.Linear(4, 4))):
         before = dict(vars(each))
         with pytest.raises(autoamp.UnsupportedModelError):
             autoamp.convert(each, **OPTIONS)
@@ -177,10 +168,10 @@ def test_another_class_of_that_name_or_package_is_converted(
     foreign("deepspeed"), foreign("megatron")  # both libraries have been imported
     autoamp.enable(**OPTIONS)
     theirs = made(where, name, Engine)
-    model = theirs(Net())
+    model = theirs(mlp())
     model(X)
     assert autoamp.is_converted(model)
-    named = theirs(Net())
+    named = theirs(mlp())
     assert autoamp.is_converted(autoamp.convert(named, **OPTIONS))
 
 
@@ -189,7 +180,7 @@ def test_another_class_of_that_name_or_package_is_converted(
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_no_step_of_ours_is_put_on_an_optimizer_of_an_engine(name: str, caplog) -> None:
-    model = autoamp.convert(Net(), **OPTIONS)
+    model = autoamp.convert(mlp(), **OPTIONS)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     outer = foreign(name)(inner)
     for _ in range(2):
@@ -197,16 +188,16 @@ def test_no_step_of_ours_is_put_on_an_optimizer_of_an_engine(name: str, caplog) 
         outer.step()
     assert "step" not in vars(inner)
     assert any(type(outer).__name__ in line for line in said(caplog))
-    before = model.a.weight.detach().clone()
+    before = model[0].weight.detach().clone()
     model(X).sum().backward()
     inner.step()  # by itself it is an optimizer as any other
     assert "step" in vars(inner)
-    assert not torch.equal(model.a.weight, before)
+    assert not torch.equal(model[0].weight, before)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_convert_refuses_an_optimizer_of_an_engine(name: str) -> None:
-    model = Net()
+    model = mlp()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     outer = foreign(name)(inner)
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -22,7 +22,7 @@ from tests.metrics import (
 )
 from tests.models import BY_NAME, CASES, Case
 from tests.quick import some_slow
-from tests.small_models import converted
+from tests.small_models import converted, runs
 
 # What Dynamo itself warns of while it captures a Function, or a value crossing a break.
 pytestmark = [
@@ -45,10 +45,6 @@ gradient to fp32 once.
 
 STEPS = 3
 LEARNING_RATE = 0.02
-
-
-def runs(model: nn.Module) -> int:
-    return int(autoamp.report(model).runs)
 
 
 def autocast() -> AbstractContextManager[Any]:
