@@ -16,6 +16,7 @@ from autoamp.errors import CaptureError
 from autoamp.passes.functions import LEAF_FUNCTIONS, checkpointed
 from autoamp.passes.ops import has_effect, mutates
 from autoamp.passes.see.dtensors_as_whole import Meshes
+from autoamp.passes.see.nodes import written_input
 from autoamp.passes.see.op_cache import OpCache
 from autoamp.passes.see.regions import (
     BODY_LEFT,
@@ -26,7 +27,6 @@ from autoamp.passes.see.regions import (
     Positions,
     Regions,
     body_inputs,
-    written_input,
 )
 
 
@@ -89,7 +89,11 @@ class Lowering(fx.Interpreter):
             mark = compat.recorded_so_far()
             try:
                 with self._regions.entered():
-                    result = self._result(n, args, kwargs)
+                    result = None
+                    if self._meshes is not None:
+                        result = self._meshes.run(n, args)
+                    if result is None:
+                        result = getattr(self, n.op)(n.target, args, kwargs)
             except Exception as error:
                 if compat.mesh_call(n) or not _may_stay_whole(n):
                     raise
@@ -102,12 +106,6 @@ class Lowering(fx.Interpreter):
             if self._meshes is not None:
                 self._meshes.note_shares(n, compat.recorded_since(mark))
             return result
-
-    def _result(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
-        crossed = self._meshes.run(n, args) if self._meshes is not None else None
-        if crossed is not None:
-            return crossed
-        return getattr(self, n.op)(n.target, args, kwargs)
 
     def _called(self, n: fx.Node) -> Any:
         """Makes the call of a node that calls one of torch's functions or methods."""
@@ -142,7 +140,11 @@ class Lowering(fx.Interpreter):
         if compat.is_encoder_layer(target, args) and not kwargs:
             return compat.encoder_layer(*args)
         if target in compat.PACKED and compat.is_packed(args):
-            return self._packed(target, args)
+            # A recurrent layer on a packed sequence, with lengths in a tensor.
+            with compat.outside_trace():
+                result = compat.packed_result(*args)
+            op = compat.PACKED[target]
+            return compat.record_call(op, args, {}, result, target.__name__)
         if target is getattr and args[1] == "data" and torch.is_tensor(args[0]):
             target, args = compat.GET_DATA, args[:1]
         # The tracer does not see `.data`: the result of `.data` would become a constant
@@ -168,13 +170,6 @@ class Lowering(fx.Interpreter):
         return compat.record_call(
             checkpointed, (proxy_body, *operands), options, result, "checkpointed"
         )
-
-    def _packed(self, target: Any, args: Any) -> Any:
-        """Records a recurrent layer on a packed sequence, with lengths in a tensor."""
-        with compat.outside_trace():
-            result = compat.packed_result(*args)
-        op = compat.PACKED[target]
-        return compat.record_call(op, args, {}, result, target.__name__)
 
     def _opaque(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Records one untraced node: a custom Function, control flow, our own calls.

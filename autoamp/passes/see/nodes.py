@@ -12,7 +12,9 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.passes.ops import (
+    HIDDEN_WRITES,
     STATISTICS,
+    base_name,
     bodies_of,
     has_effect,
     mutated_arguments,
@@ -117,6 +119,29 @@ def written_values(node: fx.Node) -> list[fx.Node]:
         return []
     names = mutated_arguments(node.target)
     return operands_in(node, names) if names else []
+
+
+def written_input(lowered: fx.GraphModule) -> str | None:
+    """The name of an input that ATen graph `lowered` writes to; None if there is none.
+
+    If such an input were cast, the write would reach the cast and not the input.
+    """
+    inputs: dict[int, str] = {}
+    for node in lowered.graph.nodes:
+        value = node.meta.get("val")
+        if node.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor):
+            inputs[compat.storage_id(value)] = node.name
+        if not isinstance(node.target, compat.OpOverload):
+            continue
+        trains = argument(node, "training", argument(node, "use_input_stats", True))
+        # A norm writes its running statistics only in training.
+        if base_name(node.target) in HIDDEN_WRITES and trains is False:
+            continue
+        for written in written_values(node):
+            tensor = written.meta.get("val")
+            if isinstance(tensor, torch.Tensor) and compat.storage_id(tensor) in inputs:
+                return inputs[compat.storage_id(tensor)]
+    return None
 
 
 def operands_in(node: fx.Node, names: Collection[str]) -> list[fx.Node]:

@@ -172,7 +172,12 @@ def _trace(
         if node.target is _METADATA_HOLDS:
             traced.graph.erase_node(node)
             continue
-        _drop_our_frames(node)
+        # Read before the frames of this package are taken out of the trace.
+        if compat.traced_in_widening(node):
+            node.meta[WIDENED] = True
+        trace = _without_our_frames(node.meta.pop("stack_trace", None) or "")
+        if trace:
+            node.meta["stack_trace"] = trace
         if _refuses_backward(node, mode):
             _detach_operands(traced.graph, node)
     drop_dead(traced.graph)
@@ -195,18 +200,42 @@ def _told_apart(fakes: Sequence[Any]) -> list[Any]:
     return result
 
 
-def _drop_our_frames(node: fx.Node) -> None:
-    """Takes the frames of this package out of a node's stack trace.
+def _placeholders_to_attributes(
+    traced: fx.GraphModule, named: dict[str, torch.Tensor]
+) -> None:
+    placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    # The inputs of the caller follow behind these placeholders.
+    for (path, value), node in zip(named.items(), placeholders, strict=False):
+        owner: torch.nn.Module = traced
+        *parents, name = path.split(".")
+        for parent in parents:
+            if not hasattr(owner, parent):
+                owner.add_module(parent, torch.nn.Module())
+            owner = getattr(owner, parent)
+        is_parameter = isinstance(value, torch.nn.Parameter)
+        if isinstance(value, torch.nn.Parameter):
+            owner.register_parameter(name, value)
+        else:
+            owner.register_buffer(name, value)
+        with traced.graph.inserting_before(node):
+            attribute = traced.graph.get_attr(path)
+        attribute.meta = dict(node.meta)
+        attribute.meta["autoamp_requires_grad"] = value.requires_grad
+        attribute.meta["autoamp_is_parameter"] = is_parameter
+        node.replace_all_uses_with(attribute)
+        traced.graph.erase_node(node)
 
-    What one of these frames tells stays in the node's `meta`.
-    """
-    if compat.traced_in_widening(node):
-        node.meta[WIDENED] = True
-    trace = _without_our_frames(node.meta.get("stack_trace") or "")
-    if trace:
-        node.meta["stack_trace"] = trace
-    else:
-        node.meta.pop("stack_trace", None)
+
+def _detach_operands(graph: fx.Graph, node: fx.Node) -> None:
+    for operand in node.all_input_nodes:
+        with graph.inserting_before(node):
+            # A detached operand keeps the op out of the backward, as its call below
+            # autograd does in the model.
+            apart = graph.call_function(torch.ops.aten.detach.default, (operand,))
+        apart.meta = dict(node.meta)
+        with torch.no_grad():
+            apart.meta["val"] = operand.meta["val"].detach()
+        node.replace_input_with(operand, apart)
 
 
 @functools.lru_cache(maxsize=1024)  # the nodes of one line share a trace
@@ -244,47 +273,6 @@ def _refuses_backward(node: fx.Node, mode: compat.FakeTensorMode) -> bool:
         result = target(*args, **kwargs)
     maker = getattr(result, "grad_fn", None)
     return maker is not None and maker.name().endswith("::NotImplemented")
-
-
-def _detach_operands(graph: fx.Graph, node: fx.Node) -> None:
-    for operand in node.all_input_nodes:
-        with graph.inserting_before(node):
-            # A detached operand keeps the op out of the backward, as its call below
-            # autograd does in the model.
-            apart = graph.call_function(torch.ops.aten.detach.default, (operand,))
-        apart.meta = dict(node.meta)
-        with torch.no_grad():
-            apart.meta["val"] = operand.meta["val"].detach()
-        node.replace_input_with(operand, apart)
-
-
-def _placeholders_to_attributes(
-    traced: fx.GraphModule, named: dict[str, torch.Tensor]
-) -> None:
-    placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
-    # The inputs of the caller follow behind these placeholders.
-    for (name, value), node in zip(named.items(), placeholders, strict=False):
-        _assign(traced, name, value)
-        with traced.graph.inserting_before(node):
-            attribute = traced.graph.get_attr(name)
-        attribute.meta = dict(node.meta)
-        attribute.meta["autoamp_requires_grad"] = value.requires_grad
-        attribute.meta["autoamp_is_parameter"] = isinstance(value, torch.nn.Parameter)
-        node.replace_all_uses_with(attribute)
-        traced.graph.erase_node(node)
-
-
-def _assign(root: torch.nn.Module, path: str, value: torch.Tensor) -> None:
-    """Sets parameter or buffer `path` ("a.b.weight") of `root`."""
-    *parents, name = path.split(".")
-    for parent in parents:
-        if not hasattr(root, parent):
-            root.add_module(parent, torch.nn.Module())
-        root = getattr(root, parent)
-    if isinstance(value, torch.nn.Parameter):
-        root.register_parameter(name, value)
-    else:
-        root.register_buffer(name, value)
 
 
 def _restore_placeholders(

@@ -155,9 +155,12 @@ def op_call_of(call: Call, heard: compat.Heard, result: Any) -> OpCall | None:
     same = [i for i, operand in enumerate(call.operands) if operand is result]
     parts = None
     if isinstance(result, list | tuple):
-        parts = _parts(target, result)
-        if parts is None or target is None or mutates(target):
+        are_tensors = bool(result) and all(torch.is_tensor(r) for r in result)
+        if target is None or not are_tensors or mutates(target):
             return None
+        # An op with one result that is a list returns it as a list.
+        several = len(compat.schema(target).returns) > 1
+        parts = pytree.tree_structure((tuple if several else list)(result))
     elif target is not None and is_inplace(target):
         if not same:
             return None
@@ -178,18 +181,6 @@ def op_call_of(call: Call, heard: compat.Heard, result: Any) -> OpCall | None:
     except KeyError:  # a tensor that is no operand of the call
         return None
     return OpCall(target, args, kwargs, same[0] if same else None, parts)
-
-
-def _parts(
-    target: compat.OpOverload | None, results: Sequence[Any]
-) -> pytree.TreeSpec | None:
-    """The structure in which an op returns `results`; None if they are no tensors."""
-    if target is None or not results:
-        return None
-    if not all(isinstance(result, torch.Tensor) for result in results):
-        return None
-    several = len(compat.schema(target).returns) > 1
-    return pytree.tree_structure((tuple if several else list)(results))
 
 
 def node_of(result: Any) -> fx.Node | None:
@@ -422,7 +413,12 @@ class OpCache:
         for own, other in zip(ours, theirs, strict=True):
             if not isinstance(own, torch.Tensor) or id(own) in self._dynamos:
                 continue
-            if self._stands_for(own, other):
+            if (
+                self._is_dynamos(other)
+                and compat.recorded_proxy(other) is None
+                and compat.recorded_proxy(own) is not None
+                and description(own) == description(other)
+            ):
                 replaced.append((own, other))
             # All results become tensors of Dynamo's or none does: views among them
             # would no longer share memory.
@@ -468,15 +464,6 @@ class OpCache:
         for each, value in moved:
             each.meta["val"] = value
         return True
-
-    def _stands_for(self, own: torch.Tensor, other: Any) -> bool:
-        """Whether Dynamo's tensor `other` can be `own` in the trace."""
-        return (
-            self._is_dynamos(other)
-            and compat.recorded_proxy(other) is None
-            and compat.recorded_proxy(own) is not None
-            and description(own) == description(other)
-        )
 
     def _is_dynamos(self, value: Any) -> bool:
         return compat.is_plain_fake(value) and value.fake_mode is self.mode
@@ -529,8 +516,12 @@ def op_cache_for(gm: fx.GraphModule, given: Sequence[Any]) -> OpCache | None:
     shared = len({id(v) for v in inputs}) < len(inputs)
     if len(modes) > 1 or shared or any(map(_is_beyond_us, nodes)):
         return None
-    if any(not _is_like(v, other) for v, other in zip(inputs, given, strict=True)):
-        return None
+    for value, other in zip(inputs, given, strict=True):
+        # Sparse tensors have no strides to compare.
+        if not isinstance(other, torch.Tensor) or other.layout != torch.strided:
+            return None
+        if description(other) != description(value):
+            return None
     return OpCache(inputs[0].fake_mode, inputs)
 
 
@@ -542,11 +533,3 @@ def _is_beyond_us(node: fx.Node) -> bool:
     name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
     # The call may change the shape, the strides or the memory of its operand.
     return name.endswith("_") and lays_out_anew(name)
-
-
-def _is_like(value: torch.Tensor, given: Any) -> bool:
-    """Whether Dynamo's tensor for an input is like the value given for the input."""
-    # Sparse tensors have no strides to compare.
-    if not isinstance(given, torch.Tensor) or given.layout != torch.strided:
-        return False
-    return description(given) == description(value)

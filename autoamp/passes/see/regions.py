@@ -17,7 +17,6 @@ from torch import fx
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE
 from autoamp.errors import CaptureError
-from autoamp.passes.ops import HIDDEN_WRITES, base_name, mutated_arguments
 
 CALLED_IN = "autoamp_called_in"
 """Set in the `meta` of a sub-graph: the regions it is called in, outermost first."""
@@ -154,50 +153,16 @@ def body_inputs(
     Raises:
         CaptureError: nothing is known of an input.
     """
-    given = [n for n in body.graph.nodes if n.op == "placeholder"]
-    own = given[: len(given) - len(shared)]
-    return [*(_own_input(node, mode, needs_grad) for node in own), *shared]
-
-
-def _own_input(node: fx.Node, mode: compat.FakeTensorMode, needs_grad: bool) -> Any:
-    value = node.meta.get("example_value", node.meta.get("val"))
-    if value is None:
-        raise CaptureError(f"nothing is recorded of its input {node.name}")
-    if not isinstance(value, torch.Tensor):
-        return value
-    with mode:
-        fresh = compat.like(value, symbolic=True)
-    floats = value.is_floating_point() or value.is_complex()
-    return fresh.requires_grad_(needs_grad and floats)
-
-
-def written_input(lowered: fx.GraphModule) -> str | None:
-    """The name of an input that ATen graph `lowered` writes to; None if there is none.
-
-    If such an input were cast, the write would reach the cast and not the input.
-    """
-    given: dict[int, str] = {}
-    for node in lowered.graph.nodes:
-        value = node.meta.get("val")
-        if node.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor):
-            given[compat.storage_id(value)] = node.name
-        for written in _written(node):
-            tensor = written.meta.get("val")
-            if isinstance(tensor, torch.Tensor) and compat.storage_id(tensor) in given:
-                return given[compat.storage_id(tensor)]
-    return None
-
-
-def _written(node: fx.Node) -> list[fx.Node]:
-    if not isinstance(node.target, compat.OpOverload):
-        return []
-    # `see/nodes.py`, which names arguments, imports this module.
-    names = [a.name for a in compat.schema(node.target).arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    trains = given.get("training", given.get("use_input_stats", True))
-    if base_name(node.target) in HIDDEN_WRITES and trains is False:
-        return []  # the op writes running statistics only in training
-    found: list[fx.Node] = []
-    for name in mutated_arguments(node.target):
-        fx.map_arg(given.get(name), found.append)
-    return found
+    placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
+    inputs: list[Any] = []
+    for node in placeholders[: len(placeholders) - len(shared)]:
+        value = node.meta.get("example_value", node.meta.get("val"))
+        if value is None:
+            raise CaptureError(f"nothing is recorded of its input {node.name}")
+        if isinstance(value, torch.Tensor):
+            floats = value.is_floating_point() or value.is_complex()
+            with mode:
+                value = compat.like(value, symbolic=True)
+            value.requires_grad_(needs_grad and floats)
+        inputs.append(value)
+    return [*inputs, *shared]

@@ -43,7 +43,15 @@ def record_strides(gm: fx.GraphModule) -> None:
             made = made_of(node, lambda n: laid.get(n, n.meta.get("val")), mode)
         if _strides(made) != _strides(recorded):
             laid[node] = made
-            _take_over(node, made)
+            leaves, spec = pytree.tree_flatten(recorded)
+            pairs = zip(leaves, pytree.tree_leaves(made), strict=True)
+            node.meta["val"] = pytree.tree_unflatten(
+                [
+                    compat.with_strides(a, b.stride()) if torch.is_tensor(a) else a
+                    for a, b in pairs
+                ],
+                spec,
+            )
 
 
 def made_of(
@@ -54,31 +62,21 @@ def made_of(
         # Meta tensors go through torch's own code for views, as real tensors do.
         with contextlib.suppress(NotImplementedError):  # torch has no meta kernel
             return called(node, lambda n: compat.like(value(n), device="meta"))
+
+    def on_its_device(operand: fx.Node) -> Any:
+        # `value` may be on meta: the recorded one tells the device.
+        recorded = tensors_of(operand.meta.get("val"))
+        device = recorded[0].device if recorded else None
+        return compat.like(value(operand), device=device)
+
     with mode, compat.as_traced(), torch.no_grad():
-        return called(node, lambda n: compat.like(value(n), device=_device(n)))
-
-
-def _device(node: fx.Node) -> torch.device | None:
-    """The device of a node's value, which `made_of` may have made on meta."""
-    return next((t.device for t in tensors_of(node.meta.get("val"))), None)
+        return called(node, on_its_device)
 
 
 def called(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
     """The result of a node's call for the operands `value`."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), value)
     return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _take_over(node: fx.Node, made: Any) -> None:
-    recorded, spec = pytree.tree_flatten(node.meta["val"])
-    leaves = zip(recorded, pytree.tree_leaves(made), strict=True)
-    node.meta["val"] = pytree.tree_unflatten(
-        [
-            compat.with_strides(one, other.stride()) if torch.is_tensor(one) else one
-            for one, other in leaves
-        ],
-        spec,
-    )
 
 
 def _plain(value: Any) -> list[torch.Tensor]:
