@@ -14,6 +14,7 @@ stands for all sizes (`_SmallMask`).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +57,12 @@ def without_masks(graph: fx.Graph, _: compat.FakeTensorMode, allowed: Allowed) -
         if len(node.args) > CAUSAL and node.args[CAUSAL]:
             name = None
         else:
-            name = _needless(node, mask, masks)
+            operands: Sequence[Any] = node.args
+            lengths = [sizes_of(operands[at].meta["val"])[-2] for at in (0, 1)]
+            if masks.shows_no_later_keys(mask, lengths):
+                name = CAUSAL_MASK
+            else:
+                name = NO_MASK if masks.shows_all_keys(mask) else None
         if name is not None and name not in allowed.off:
             dropout = node.args[DROPOUT] if len(node.args) > DROPOUT else 0.0
             # A mask of all keys said nothing; of a causal mask the flag says all.
@@ -66,17 +72,15 @@ def without_masks(graph: fx.Graph, _: compat.FakeTensorMode, allowed: Allowed) -
         elif NO_MASK not in allowed.off and allowed.takes([mask]):
             bias = _bias_alone(graph, mask, masks)
             if bias is not None:
-                _with_bias(graph, node, bias)
+                args = (*node.args[:MASK], bias, *node.args[MASK + 1 :])
+                with graph.inserting_before(node):
+                    call = graph.call_function(ATTENTION, args, node.kwargs)
+                call.meta = dict(node.meta)
+                _note(call, NO_MASK)
+                node.replace_all_uses_with(call)
+                graph.erase_node(node)
                 found = True
     return found
-
-
-def _needless(node: fx.Node, mask: fx.Node, masks: Masks) -> str | None:
-    """The kernel by which a call of torch's attention needs no mask."""
-    scores = [sizes_of(node.args[at].meta["val"])[-2] for at in (0, 1)]  # type: ignore[union-attr]
-    if masks.shows_no_later_keys(mask, scores):
-        return CAUSAL_MASK
-    return NO_MASK if masks.shows_all_keys(mask) else None
 
 
 _CHOICES = (torch.ops.aten.where.self, torch.ops.aten.where.ScalarOther)
@@ -101,17 +105,6 @@ def _bias_alone(graph: fx.Graph, mask: fx.Node, masks: Masks) -> fx.Node | None:
     # The call would read, and keep for its backward, what a write makes of the bias.
     is_written = compat.storage_id(value) in written_storages(graph.nodes)
     return None if is_written else bias
-
-
-def _with_bias(graph: fx.Graph, attention: fx.Node, bias: fx.Node) -> None:
-    """Puts a call of attention that reads a bias in the place of one with a mask."""
-    args = (*attention.args[:MASK], bias, *attention.args[MASK + 1 :])
-    with graph.inserting_before(attention):
-        call = graph.call_function(ATTENTION, args, attention.kwargs)
-    call.meta = dict(attention.meta)
-    _note(call, NO_MASK)
-    attention.replace_all_uses_with(call)
-    graph.erase_node(attention)
 
 
 def _note(attention: fx.Node, name: str) -> None:

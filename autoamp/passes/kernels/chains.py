@@ -8,7 +8,7 @@ of the chain but its result.  `spelled.py` tells which kernel a chain computes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -61,15 +61,15 @@ def chains_in(graph: fx.Graph) -> Iterator[list[Chain]]:
         if is_of(node, family("notices_a_chain")):
             ends |= _reached_from(node)
     for end in sorted(ends, key=order.__getitem__, reverse=True):
-        found = [
+        chains = [
             chain
             for chain in _ending_at(end, order)
-            if not _is_broken(chain, order, breaks)
+            if not any(order[chain.nodes[0]] < at < order[end] for at in breaks)
         ]
-        if found:
+        if chains:
             # A long chain before its parts: a layer norm is one kernel, not a variance
             # and a rest.
-            yield found[::-1]
+            yield chains[::-1]
 
 
 def _shape(node: fx.Node) -> tuple[int | str, ...]:
@@ -100,17 +100,32 @@ def _ending_at(end: fx.Node, order: Mapping[fx.Node, int]) -> Iterator[Chain]:
     inside, outside = {end}, dict.fromkeys(end.all_input_nodes)
     in_line = True
     while len(inside) <= MOST_OPS:
-        vectors = [n for n in outside if _is_vector(n, shape)]
+        vectors = [
+            n
+            for n in outside
+            if len(shape) > 1
+            and dtype_of(n) == HIGH_DTYPE
+            and _shape(n) == (shape[-1],)
+        ]
         data = [n for n in outside if n not in vectors]
         in_line &= len(data) < 2
         # One tensor and a weight and bias are all that any kernel takes.
         if not in_line and len(data) == 1 and len(vectors) <= 2:
             several = sum(not is_cast(n) for n in inside) > 1
-            if several and _reads_as(data[0], shape):
+            is_high = dtype_of(data[0]) == HIGH_DTYPE
+            if several and is_high and _shape(data[0]) == shape:
                 nodes = tuple(sorted(inside, key=order.__getitem__))
                 vectors.sort(key=order.__getitem__)
                 yield Chain(nodes, data[0], tuple(vectors))
-        joining = [n for n in data if _joins(n, inside, shape)]
+        # A call joins that nothing outside reads: an element of the result, or a number
+        # of each row.
+        joining = [
+            n
+            for n in data
+            if _may_join(n)
+            and all(user in inside for user in n.users)
+            and _shape(n) in (shape, (*shape[:-1], 1))
+        ]
         if not joining or (in_line and len(inside) > _MOST_IN_LINE):
             return
         # The latest call first, so that all readers of a call are inside before the
@@ -121,36 +136,12 @@ def _ending_at(end: fx.Node, order: Mapping[fx.Node, int]) -> Iterator[Chain]:
         outside |= dict.fromkeys(last.all_input_nodes)
 
 
-def _is_vector(node: fx.Node, shape: Sequence[Any]) -> bool:
-    is_float = dtype_of(node) == HIGH_DTYPE
-    return is_float and len(shape) > 1 and _shape(node) == (shape[-1],)
-
-
-def _reads_as(node: fx.Node, shape: tuple[Any, ...]) -> bool:
-    return dtype_of(node) == HIGH_DTYPE and _shape(node) == shape
-
-
-def _joins(node: fx.Node, inside: Collection[fx.Node], shape: tuple[Any, ...]) -> bool:
-    """Whether a call that is read inside a chain may be part of the chain."""
-    if not _may_join(node) or not all(user in inside for user in node.users):
-        return False
-    return _shape(node) in (shape, (*shape[:-1], 1))
-
-
 def _orders(node: fx.Node) -> bool:
     """Whether calls may not be moved past a call: it writes, or changes a mode."""
     if isinstance(node.target, compat.OpOverload):
         return mutates(node.target)
     opaque = isinstance(node.target, compat.HigherOrderOperator)
     return opaque or node.target in compat.MODE_CHANGES
-
-
-def _is_broken(
-    chain: Chain, order: Mapping[fx.Node, int], breaks: Sequence[int]
-) -> bool:
-    """Whether a write or a change of mode lies between the calls of a chain."""
-    first, last = order[chain.nodes[0]], order[chain.result]
-    return any(first < at < last for at in breaks)
 
 
 @dataclass(frozen=True)
@@ -168,34 +159,30 @@ def replaceable(
     """The chains to replace; no two share a call."""
     taken: set[fx.Node] = set()
     layouts = _Layouts(mode)
-    found = []
-    for chain, recognise in _candidates(graph):
+    replacements: list[Replacement] = []
+    chains = itertools.chain.from_iterable(chains_in(graph))
+    candidates: Iterator[tuple[Chain, Callable[[], Recognised | None]]] = (
+        itertools.chain(
+            functions_in(graph), ((c, partial(recognised, c)) for c in chains)
+        )
+    )
+    for chain, recognise in candidates:
         if not taken.isdisjoint(chain.nodes) or not allowed.takes(chain.nodes):
             continue
         replacement = _replacement(chain, recognise(), layouts, allowed)
         if replacement is not None:
             taken.update(chain.nodes)
-            found.append(replacement)
+            replacements.append(replacement)
     # Softmax keeps its result for the backward; a later write to it would raise there.
-    if any(each.kernel.kernel.keeps_result for each in found):
+    if any(r.kernel.kernel.keeps_result for r in replacements):
         exposed = exposed_storages(graph)
-        found = [each for each in found if not _may_be_written(each, exposed)]
-    return found
-
-
-def _may_be_written(replacement: Replacement, exposed: set[int]) -> bool:
-    """Whether a later call may write to a result that the kernel's backward needs."""
-    result = compat.storage_id(replacement.chain.result.meta["val"])
-    return replacement.kernel.kernel.keeps_result and result in exposed
-
-
-def _candidates(
-    graph: fx.Graph,
-) -> Iterator[tuple[Chain, Callable[[], Recognised | None]]]:
-    """The chains that may be kernels, each with a way to find the kernel."""
-    yield from functions_in(graph)
-    for chain in itertools.chain.from_iterable(chains_in(graph)):
-        yield chain, partial(recognised, chain)
+        replacements = [
+            r
+            for r in replacements
+            if not r.kernel.kernel.keeps_result
+            or compat.storage_id(r.chain.result.meta["val"]) not in exposed
+        ]
+    return replacements
 
 
 def _replacement(

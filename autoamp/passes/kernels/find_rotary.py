@@ -88,21 +88,16 @@ def exchanged(calls: Sequence[fx.Node], data: fx.Node) -> tuple[int, bool] | Non
             made = computed(calls, {data: rows})
         except (RuntimeError, IndexError, TypeError):
             return None  # the calls cannot be run on rows of another number
+        # By `rotary`'s own account: the data times 0, and the exchanged halves times 1.
+        # The dtype keeps whole numbers apart, of which there are less than 2 ** 24.
+        zero = torch.zeros(rows.shape[-1], dtype=HIGH_DTYPE, device="cpu")
+        one = torch.ones_like(zero)
         for pairs in (False, True):
             for sign in (-1, 1):
-                if made.shape == rows.shape and made.equal(_other(rows, sign, pairs)):
+                halves = rotary(rows.float(), zero, one, HIGH_DTYPE, sign, pairs)
+                if made.shape == rows.shape and made.equal(halves.double()):
                     return sign, pairs
     return None
-
-
-def _other(rows: Tensor, sign: int, pairs: bool) -> Tensor:
-    """The exchanged halves by `rotary`'s own account: data times 0 and `other` times 1.
-
-    The dtype keeps whole numbers apart, of which there are less than 2 ** 24.
-    """
-    zero = torch.zeros(rows.shape[-1], dtype=HIGH_DTYPE, device="cpu")
-    one = torch.ones_like(zero)
-    return rotary(rows.float(), zero, one, HIGH_DTYPE, sign, pairs).double()
 
 
 _SIGNS: Mapping[Any, int] = {_ATEN.add.Tensor: 1, _ATEN.sub.Tensor: -1}
@@ -145,7 +140,11 @@ def embeddings(graph: fx.Graph) -> Iterator[Embedding]:
     ends = [node for node in order if node.target in _SIGNS]
     if not ends:
         return
-    writes = [i for node, i in order.items() if _may_write(node)]
+    writes = [
+        i
+        for node, i in order.items()
+        if isinstance(node.target, compat.HigherOrderOperator) or has_effect(node)
+    ]
     modes = [i for node, i in order.items() if node.target in compat.MODE_CHANGES]
     for end in ends:
         found = _ending_at(end, order)
@@ -180,16 +179,16 @@ def _laid_as_written(found: Embedding) -> Embedding | None:
     return None
 
 
-def _may_write(node: fx.Node) -> bool:
-    opaque = isinstance(node.target, compat.HigherOrderOperator)
-    return opaque or has_effect(node)
-
-
 def _ending_at(end: fx.Node, order: Mapping[fx.Node, int]) -> Embedding | None:
     """The embedding whose last sum or difference is `end`."""
     if dtype_of(end) != HIGH_DTYPE or len(end.args) != 2 or end.kwargs:
         return None
-    for straight, crossed in _products(end):
+    both = end.all_input_nodes
+    if len(both) != 2 or not all(map(_is_product, both)):
+        return None
+    # A sum has its two products in either order, a difference in the one.
+    orders = [both, both[::-1]] if _SIGNS[end.target] > 0 else [both]
+    for straight, crossed in orders:
         for data, cosine in itertools.permutations(straight.all_input_nodes):
             for other, sine in itertools.permutations(crossed.all_input_nodes):
                 inside = _between(other, data)
@@ -198,7 +197,8 @@ def _ending_at(end: fx.Node, order: Mapping[fx.Node, int]) -> Embedding | None:
                 calls = sorted((straight, crossed, *inside), key=order.__getitem__)
                 how = None
                 in_rows = all(acts_in_rows(node, data) for node in inside)
-                if in_rows and _only_inside(calls, end):
+                readers = {user for node in calls for user in node.users}
+                if in_rows and readers <= {*calls, end}:
                     how = exchanged([n for n in calls if n in inside], data)
                 if how is not None:
                     sign, pairs = how
@@ -208,16 +208,6 @@ def _ending_at(end: fx.Node, order: Mapping[fx.Node, int]) -> Embedding | None:
                     given = data, cosine, sine
                     return Embedding(end, tuple(calls), *given, sign, pairs, cast)
     return None
-
-
-def _products(end: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """The two products that `end` adds, in both orders, or subtracts, in the one."""
-    both = end.all_input_nodes
-    if len(both) == 2 and all(map(_is_product, both)):
-        first, second = both
-        yield first, second
-        if _SIGNS[end.target] > 0:
-            yield second, first
 
 
 def _is_product(node: fx.Node) -> bool:
@@ -265,12 +255,6 @@ def _between(last: fx.Node, data: fx.Node) -> set[fx.Node] | None:
     return found
 
 
-def _only_inside(calls: Sequence[fx.Node], end: fx.Node) -> bool:
-    """Whether nothing but the chain reads the calls inside it."""
-    every = {*calls, end}
-    return all(user in every for node in calls for user in node.users)
-
-
 def _only_cast(end: fx.Node) -> fx.Node | None:
     """The cast that alone reads the sum, and is one that the pass inserted."""
     (reader, *others) = end.users or (None,)
@@ -297,21 +281,19 @@ def with_rotary(gm: fx.GraphModule, left: Collection[str] = ()) -> fx.GraphModul
 
     def edit(graph: fx.Graph) -> None:
         for embedding in found(graph):
-            _replace(embedding)
+            node, cast = embedding.result, embedding.cast
+            dtype = embedding.made.dtype
+            if cast is not None:
+                cast.replace_all_uses_with(node)
+                node.meta = {**node.meta, "val": cast.meta["val"]}
+                graph.erase_node(cast)
+            node.target, node.kwargs = rotary, {}
+            operands = embedding.data, embedding.cosine, embedding.sine
+            how = dtype, embedding.sign, embedding.pairs, embedding.contiguous
+            node.args = *operands, *how
+            calls = 1 + len(embedding.inside)
+            node.meta[KERNEL] = ForChain(ROTARY, calls, widens=False)
+            for call in reversed(embedding.inside):
+                graph.erase_node(call)
 
     return edited(gm, edit, finds=found)
-
-
-def _replace(found: Embedding) -> None:
-    node = found.result
-    dtype = found.made.dtype
-    if found.cast is not None:
-        found.cast.replace_all_uses_with(node)
-        node.meta = {**node.meta, "val": found.cast.meta["val"]}
-        node.graph.erase_node(found.cast)
-    node.target, node.kwargs = rotary, {}
-    given = found.data, found.cosine, found.sine
-    node.args = *given, dtype, found.sign, found.pairs, found.contiguous
-    node.meta[KERNEL] = ForChain(ROTARY, 1 + len(found.inside), widens=False)
-    for each in reversed(found.inside):
-        node.graph.erase_node(each)

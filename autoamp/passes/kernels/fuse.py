@@ -50,7 +50,10 @@ def fuse(
     keep = (*options.kept, *rules.keep)
     stays = in_regions(gm, gm.graph)
     allowed = Allowed(rules, Rules.default(low), keep, off, device, left, stays)
-    if not _may_put(gm.graph, mode, allowed):
+    # A graph is copied only where some step may find something.  The last step looks at
+    # calls of attention, and takes its time over their masks.
+    calls_attention = gm.graph.find_nodes(op="call_function", target=ATTENTION)
+    if not calls_attention and not replaceable(gm.graph, mode, allowed):
         return None
     graph = fx.Graph(gm)
     compat.quick_copy(gm.graph, graph, {})
@@ -64,14 +67,3 @@ def fuse(
     fused = compat.graph_module(gm, graph)
     fused.meta = dict(gm.meta)
     return replace(normalised, gm=fused)
-
-
-def _may_put(graph: fx.Graph, mode: compat.FakeTensorMode, allowed: Allowed) -> bool:
-    """Whether some step may find something in a graph, which is copied only then.
-
-    The last step looks at calls of attention, and takes its time over their masks.
-    """
-    return bool(
-        graph.find_nodes(op="call_function", target=ATTENTION)
-        or replaceable(graph, mode, allowed)
-    )

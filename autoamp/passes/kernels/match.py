@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,8 @@ from torch import Tensor, fx
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE
 from autoamp.passes.decide.pins import kept_by
-from autoamp.passes.ops import base_name, has_effect, mutates
-from autoamp.passes.rules import Category, Rule, Rules, autocast_rules, family
+from autoamp.passes.ops import base_name, has_effect
+from autoamp.passes.rules import Category, Rules, autocast_rules, family
 from autoamp.passes.see.nodes import module_paths, tensors_of, written_values
 from autoamp.passes.see.regions import Regions
 
@@ -120,15 +120,16 @@ class Allowed:
             return True
         device = self.device or node.meta["val"].device.type
         listed = autocast_rules(device).lookup(node.target)
-        return any(_may_deny(each, device) for each in (rule, listed) if each)
-
-
-def _may_deny(rule: Rule, device: str) -> bool:
-    return rule.category is Category.DENY or any(
-        case.category is Category.DENY
-        and (case.test != "device_is" or case.value == device)
-        for case in rule.when
-    )
+        return any(
+            one.category is Category.DENY
+            or any(
+                case.category is Category.DENY
+                and (case.test != "device_is" or case.value == device)
+                for case in one.when
+            )
+            for one in (rule, listed)
+            if one is not None
+        )
 
 
 def in_regions(gm: fx.GraphModule, graph: fx.Graph) -> set[fx.Node]:
@@ -149,9 +150,10 @@ def in_regions(gm: fx.GraphModule, graph: fx.Graph) -> set[fx.Node]:
 
 def exposed_storages(graph: fx.Graph) -> set[int]:
     """The storages that are written to in the graph, or could be after it."""
-    written = [v for node in graph.nodes for v in written_values(node)]
-    seen = [*written, *graph.output_node().all_input_nodes]
-    return {compat.storage_id(t) for n in seen for t in tensors_of(n.meta.get("val"))}
+    results = graph.output_node().all_input_nodes
+    return written_storages(graph.nodes) | {
+        compat.storage_id(t) for n in results for t in tensors_of(n.meta.get("val"))
+    }
 
 
 def constant(node: fx.Node) -> Tensor | None:
@@ -168,25 +170,11 @@ def constant(node: fx.Node) -> Tensor | None:
 
 
 def written_storages(nodes: Iterable[fx.Node]) -> set[int]:
-    """The storages that some of the calls `nodes` write to."""
+    """The storages that some of the calls `nodes` may write to."""
+    written = [value for node in nodes for value in written_values(node)]
     return {
-        compat.storage_id(value)
-        for node in nodes
-        if isinstance(node.target, compat.OpOverload) and mutates(node.target)
-        for operand in _written_operands(node)
-        if isinstance(value := operand.meta.get("val"), Tensor)
+        compat.storage_id(t) for n in written for t in tensors_of(n.meta.get("val"))
     }
-
-
-def _written_operands(node: fx.Node) -> Iterator[fx.Node]:
-    """The operands that a call writes to, by the schema of its op."""
-    assert isinstance(node.target, compat.OpOverload)
-    for at, argument in enumerate(compat.schema(node.target).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[at] if at < len(node.args) else None
-            found: list[fx.Node] = []
-            fx.map_arg(node.kwargs.get(argument.name, given), found.append)
-            yield from found
 
 
 def is_size(node: fx.Node) -> bool:
