@@ -84,17 +84,16 @@ class Runner(fx.Interpreter):
         """Runs one node."""
         for each in self.observers:
             each.before(self, n)
-        value = self._crossed(n) if stands_in(n) else super().run_node(n)
+        if stands_in(n):
+            args, _ = self.fetch_args_kwargs_from_env(n)
+            # An input that only such calls read has no reader, and so is still there.
+            inputs = [self.env.get(i) for i in n.graph.find_nodes(op="placeholder")]
+            value = crossed(n, args[0], inputs)
+        else:
+            value = super().run_node(n)
         for each in self.observers:
             value = each.after(self, n, value)
         return value
-
-    def _crossed(self, n: fx.Node) -> Any:
-        """The call on DTensors that a node stands for in a graph of whole tensors."""
-        args, _ = self.fetch_args_kwargs_from_env(n)
-        # An input that only such calls read has no reader, and so is still there.
-        inputs = [self.env.get(i) for i in n.graph.find_nodes(op="placeholder")]
-        return crossed(n, args[0], inputs)
 
     def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs one call; the body of a checkpointed region runs node by node too.

@@ -284,17 +284,13 @@ def _rewrite_bodies(
             if strict:
                 raise
             body.meta[BODY_LEFT] = f"{type(error).__name__}: {error}"
-            left |= dict.fromkeys(_callers(normalised.gm, name), kept_for(error))
+            # The calls that take the body as an operand.
+            for operand in normalised.gm.graph.find_nodes(op="get_attr", target=name):
+                left |= {user.name: kept_for(error) for user in operand.users}
             continue
         setattr(normalised.gm, name, rewritten.gm)
         found.append(rewritten)
     return tuple(found), left
-
-
-def _callers(gm: fx.GraphModule, body: str) -> list[str]:
-    """The calls that take sub-graph `body` as an operand."""
-    operands = [n for n in gm.graph.nodes if n.op == "get_attr" and n.target == body]
-    return [user.name for n in operands for user in n.users]
 
 
 # -- the retreat: which nodes a pass leaves alone after a failed check -----------------

@@ -94,20 +94,12 @@ def steps_of(
     tensors: Sequence[Tensor], kinds: Sequence[int], numbers: Sequence[float]
 ) -> list[Step]:
     """The steps that an op was given: a tensor for each kind in `WITH_TENSOR`."""
-    given = iter(tensors)
+    # All in four dimensions, as the scores are.
+    parts = iter([t.view(*[1] * (4 - t.dim()), *t.shape) for t in tensors])
     return [
-        Step(
-            Kind(kind),
-            number,
-            _with_four(next(given)) if kind in WITH_TENSOR else None,
-        )
+        Step(Kind(kind), number, next(parts) if kind in WITH_TENSOR else None)
         for kind, number in zip(kinds, numbers, strict=True)
     ]
-
-
-def _with_four(tensor: Tensor) -> Tensor:
-    more = 4 - tensor.dim()
-    return tensor.view(*[1] * more, *tensor.shape) if more else tensor
 
 
 def later_keys(queries: int, keys: int, first: int, like: Tensor) -> Tensor:
@@ -303,14 +295,6 @@ _STAIRS, _LOW_STAIRS = 4, 2
 """Parts that the queries of causal attention are cut into, each with fewer keys."""
 
 
-def _are_sums_of_nothing(query: Tensor, key: Tensor) -> bool:
-    """Whether there are no queries or no keys, or they have no width.
-
-    Torch's kernel divides by these sizes, which ends the process.
-    """
-    return not (query.numel() and key.numel())
-
-
 def _backward(  # noqa: PLR0917 - as its schema
     grad: Tensor,
     query: Tensor,
@@ -327,7 +311,9 @@ def _backward(  # noqa: PLR0917 - as its schema
         safe: whether a query that sees no key has weights of 0, and not NaN.
     """
     operands = query, key, value
-    if _are_sums_of_nothing(query, key):
+    # Torch's kernel divides by the numbers of queries and keys and by their width: a
+    # division by 0 would end the process.
+    if not (query.numel() and key.numel()):
         of_query, of_key, of_value = map(torch.zeros_like, operands)
         return of_query, of_key, of_value
     steps = steps_of(tensors, kinds, numbers)
@@ -683,10 +669,6 @@ class _Attention(torch.autograd.Function):
 _apply = compat.direct_apply(_Attention)
 
 
-def _is_trained(*operands: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in operands)
-
-
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _NODE = "ScaledDotProductFlashAttentionForCpu"
 """The name by which torch's graph of gradients calls the node of the kernel."""
@@ -805,7 +787,8 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
         and query.dim() == 4
         and query.shape[2] < LONG
         and query.numel() > 0
-        and _is_trained(query, key, value)
+        and torch.is_grad_enabled()
+        and any(t.requires_grad for t in (query, key, value))
         and (mask is None or (not mask.requires_grad and mask.dim() in (2, 4)))
     )
 

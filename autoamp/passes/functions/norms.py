@@ -122,6 +122,9 @@ def _in_fp32(
     # Subtracted before the scale is multiplied in: the kernel's order loses its digits
     # in fp32 too where a mean is far off.
     plain = (data - mean).mul_(scale)
+    # With y = (x - mean) * scale and g the gradient of y, the gradient of x is
+    # scale * (g - mean(g) - y * mean(g * y)).  The rows of y add up to 0, so that
+    # mean(g * y) is the same once the mean of g is taken off.
     given = grad * weight.view(-1)
     given -= given.mean(-1, keepdim=True)
     along = torch.linalg.vecdot(given, plain).unsqueeze(-1).div_(size)

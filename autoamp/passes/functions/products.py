@@ -109,7 +109,16 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         data, factor = ctx.saved_tensors
         plain = compat.needs_plain_ops(grad)
-        grad = _rounded(grad, ctx.loss_scale, ctx.dtype)
+        # The gradient of the result in the operands' dtype, times the loss scale.
+        if ctx.loss_scale is None:
+            grad = grad.to(ctx.dtype)
+        elif torch.is_grad_enabled():  # create_graph=True
+            grad = multiplied_again(grad, ctx.loss_scale).to(ctx.dtype)
+        else:
+            grad = scaled_and_rounded(grad, ctx.loss_scale, ctx.dtype)
+        # With y = x @ w and the gradient g of y, that of x is g @ w.T, that of w is
+        # x.T @ g, and that of a bias is the sum of the rows of g.  With y = x @ w.T the
+        # first two are g @ w and g.T @ x.
         needs_data, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
         of_data = of_weight = of_bias = None
         if needs_data:
@@ -130,15 +139,6 @@ class _Product(torch.autograd.Function):
             if ctx.has_bias_copy:
                 of_bias = _of_weight(of_bias, ctx)
         return of_data, of_weight, None, of_bias, *(None,) * 5
-
-
-def _rounded(grad: Tensor, loss_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The gradient of a result in the dtype of the operands, times the loss scale."""
-    if loss_scale is None:
-        return grad.to(dtype)
-    if torch.is_grad_enabled():  # create_graph=True
-        return multiplied_again(grad, loss_scale).to(dtype)
-    return scaled_and_rounded(grad, loss_scale, dtype)
 
 
 def _of_weight(wide: Tensor, ctx: Any) -> Tensor:

@@ -37,7 +37,12 @@ class _Rotary(torch.autograd.Function):
         ctx.save_for_backward(cosine, sine)
         ctx.how = data.dtype, sign, pairs
         first, second = _halves(sine, pairs=pairs)
-        wide = _contiguous(data) if contiguous else widened(data)
+        # Low data are laid out anew in the pass that widens them.
+        wide = (
+            data.to(HIGH_DTYPE, memory_format=torch.contiguous_format)
+            if contiguous
+            else widened(data)
+        )
         return _turned(wide, cosine, first, second, sign, pairs=pairs).to(dtype)
 
     @staticmethod
@@ -106,11 +111,6 @@ def widened(data: Tensor) -> Tensor:
     On GPUs such an op converts its operands in registers.
     """
     return data.to(HIGH_DTYPE) if data.device.type == "cpu" else data
-
-
-def _contiguous(data: Tensor) -> Tensor:
-    """`data` in fp32 and contiguous: of low data, in the pass that widens it."""
-    return data.to(HIGH_DTYPE, memory_format=torch.contiguous_format)
 
 
 _apply = compat.direct_apply(_Rotary)

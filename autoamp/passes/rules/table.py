@@ -80,7 +80,10 @@ class Rules(Printed):
             names = self.names(category)
             if names:
                 title = f"{category}: {counted(len(names), 'rule')}"
-                rows = [row for name in names for row in _rows(self.table[name])]
+                rows: list[tuple[str, str]] = []
+                for rule in map(self.table.__getitem__, names):
+                    rows.append((rule.op, rule.reason))
+                    rows += [("", f"but {condition}") for condition in rule.when]
                 yield Table(["op", "reason"], rows, numbers=2, title=title)
 
     @classmethod
@@ -221,13 +224,6 @@ STANDS_FOR: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 """Ops of autoamp's that every rules file knows by the name of torch's op: that name,
 and the operands of ours that stay fp32."""
-
-
-def _rows(rule: Rule) -> Iterator[tuple[str, str]]:
-    """A rule and its conditions as rows of a table."""
-    yield rule.op, rule.reason
-    for condition in rule.when:
-        yield "", f"but {condition}"
 
 
 def _own_and_plain(name: str) -> tuple[str, ...]:

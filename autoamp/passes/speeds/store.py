@@ -36,14 +36,6 @@ _LONGEST_LINE = 10_000
 """The most characters of a line: the times of all probes take 2,500."""
 
 
-def _folder() -> Path:
-    named = os.environ.get(FOLDER)
-    if named:
-        return Path(named).expanduser()
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "autoamp"
-
-
 class Store:
     """What was measured under one description of the device and its libraries.
 
@@ -60,7 +52,13 @@ class Store:
         # unique.
         words = re.sub(r"[^a-z0-9]+", "-", description.lower()).strip("-")[:60]
         digest = hashlib.sha256(description.encode()).hexdigest()[:12]
-        self.path = _folder() / f"{words}-{digest}.jsonl"
+        named = os.environ.get(FOLDER)
+        if named:
+            folder = Path(named).expanduser()
+        else:
+            caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+            folder = Path(caches) / "autoamp"
+        self.path = folder / f"{words}-{digest}.jsonl"
         self._is_sane = is_sane
         self.known = self._read()
 
@@ -88,10 +86,13 @@ class Store:
         known: dict[str, Any] = {}
         try:
             with _opened(self.path, os.O_RDONLY) as file:
-                content = _content(file)
+                parts, rest = [], _MOST_BYTES
+                while rest > 0 and (part := os.read(file, min(rest, 2**20))):
+                    parts.append(part)
+                    rest -= len(part)
         except OSError:
             return known
-        for line in content.decode(errors="replace").splitlines():
+        for line in b"".join(parts).decode(errors="replace").splitlines():
             if not 0 < len(line) <= _LONGEST_LINE:
                 continue
             with contextlib.suppress(ValueError, RecursionError):
@@ -99,14 +100,6 @@ class Store:
                     case [str(key), value] if self._is_sane(key, value):
                         known.setdefault(key, value)
         return known
-
-
-def _content(file: int) -> bytes:
-    parts, left = [], _MOST_BYTES
-    while left > 0 and (part := os.read(file, min(left, 2**20))):
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
 
 
 @contextlib.contextmanager
