@@ -270,7 +270,13 @@ class _Frames:
 
     def _options(self, code: types.CodeType, as_is: bool) -> dict[str, Any]:
         """Dynamo's options for a capture of `code`."""
-        config, more = torch._dynamo.config, self._uncounted(code)
+        config = torch._dynamo.config
+        # Graphs that do not count: models that share a code object have graphs of other
+        # backends in its cache.
+        more = sum(each.backend is not self._backend for each in entries_of(code))
+        # Blocks of several sizes share one code object after a graph break, and threads
+        # that waited while another made the same graph add one each.
+        more += max(len(self._modules[code]) - 1, 0) + self._raced[code]
         counts, is_entry = code in self._changing.whole_numbers, code is self._entry
         return {
             # DDPOptimizer would cut a graph before our pass sees it: see `in_buckets`.
@@ -306,14 +312,6 @@ class _Frames:
                 self.skipped.append(
                     Left(code, is_said=code is not self._entry, changes=place)
                 )
-
-    def _uncounted(self, code: types.CodeType) -> int:
-        """How many graphs of `code` do not count for the recompile limit."""
-        # Models that share a code object have graphs of other backends in its cache.
-        others = sum(each.backend is not self._backend for each in entries_of(code))
-        # Blocks of several sizes share one code object after a graph break, and threads
-        # that waited while another made the same graph add one each.
-        return others + max(len(self._modules[code]) - 1, 0) + self._raced[code]
 
     def _left(self, frame: Any, found: Any, error: str, broke_at: str | None) -> None:
         """Notes that Dynamo leaves a frame to Python, after a graph break if not None.

@@ -163,7 +163,11 @@ def _fates(kernels: Sequence[Any], names: Collection[str]) -> dict[str, str]:
         beside = frozenset(leaf.get_name() for leaf in leaves if is_one)
         for leaf in leaves:
             for node in leaf.node.origins:
-                name = _cast_name(node)
+                if node.target is not torch.ops.prims.convert_element_type.default:
+                    continue
+                # The node of our graph that inductor made this one of.
+                sources = node.meta.get("from_node") or ()
+                name = str(sources[0].name) if sources else ""
                 if name in names:
                     found.setdefault(name, set()).update(_fate(node, leaf, beside))
     return {n: PARTLY if len(each) > 1 else min(each) for n, each in found.items()}
@@ -190,19 +194,11 @@ def _makes(result: Any, node: fx.Node) -> bool:
     """Whether a part of a kernel writes the value of `node`, or a view of it."""
     if result.get_origin_node() is node:
         return True
-    users = [user for user in node.users if user in result.origins]
-    views = all(_is_view(user) and _makes(result, user) for user in users)
+    views = all(
+        isinstance(user.target, OpOverload)
+        and user.target.is_view
+        and _makes(result, user)
+        for user in node.users
+        if user in result.origins
+    )
     return views and result.get_dtype() == node.meta["val"].dtype
-
-
-def _is_view(node: fx.Node) -> bool:
-    target: Any = node.target
-    return isinstance(target, OpOverload) and bool(target.is_view)
-
-
-def _cast_name(node: fx.Node) -> str:
-    """The name of the cast that a node of inductor's graph was made for, or ""."""
-    if node.target is not torch.ops.prims.convert_element_type.default:
-        return ""
-    sources = node.meta.get("from_node") or ()
-    return str(sources[0].name) if sources else ""

@@ -185,25 +185,19 @@ def _differentiable(note: Callable[[str], None]) -> Callable[..., Any]:
                 if node.target is CUSTOM_FUNCTION:
                     break
                 if node.target is TORCHS_CUSTOM_FUNCTION:
-                    _with_our_op(node, self.fn_cls, tx, note)
+                    once = is_once_differentiable(self.fn_cls)
+                    if not once and asks_for_grad_mode(self.fn_cls):
+                        does = "asks for grad mode or switches it"
+                        _leave(self.fn_cls, does, tx, note)
+                    keep_grad_mode(tx.output.nn_modules[node.args[1].target])
+                    node.target = CUSTOM_FUNCTION
+                    node.kwargs = {**node.kwargs, ONCE: once}
                     break
             return result
         finally:
             around.pop()
 
     return call_apply
-
-
-def _with_our_op(
-    node: Any, function: Any, tx: Any, note: Callable[[str], None]
-) -> None:
-    """Has a node that Dynamo has just made call our op."""
-    once = is_once_differentiable(function)
-    if not once and asks_for_grad_mode(function):
-        _leave(function, "asks for grad mode or switches it", tx, note)
-    keep_grad_mode(tx.output.nn_modules[node.args[1].target])
-    node.target = CUSTOM_FUNCTION
-    node.kwargs = {**node.kwargs, ONCE: once}
 
 
 def _leave(function: Any, does: str, tx: Any, note: Callable[[str], None]) -> None:

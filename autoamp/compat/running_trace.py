@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -299,16 +300,12 @@ def op_heard(call: Callable[[], Any], result: Any) -> Heard | None:
         return None
     finally:
         _set_mode_pre_dispatch(mode)
-    if not _is_same(given, result):
+    is_same = given is result
+    if isinstance(given, list | tuple) and not isinstance(result, torch.Tensor):
+        is_same = len(given) == len(result) and all(map(operator.is_, given, result))
+    if not is_same:
         return None
     return listening.heard or Heard(None, (), {})
-
-
-def _is_same(given: Any, result: Any) -> bool:
-    if isinstance(result, torch.Tensor) or not isinstance(given, list | tuple):
-        return given is result
-    alike = len(given) == len(result)
-    return alike and all(a is b for a, b in zip(given, result, strict=True))
 
 
 class Passed(NamedTuple):

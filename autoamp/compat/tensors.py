@@ -310,8 +310,18 @@ _NO_CODE = [torch.Tensor.__torch_function__, torch._C._disabled_torch_function_i
 def wrappers_in(given: Any) -> tuple[type, ...]:
     """The classes of tensors in a call with a `__torch_function__` of their own."""
     kinds = {type(each) for each in pytree.tree_leaves(given)}
-    found = [k for k in kinds if issubclass(k, torch.Tensor) and not _is_plain(k)]
-    return tuple(sorted(found, key=lambda each: (each.__module__, each.__qualname__)))
+    # Each look at a class method makes another object, of one function.
+    plain = [getattr(known, "__func__", known) for known in _NO_CODE]
+    wrappers = [
+        kind
+        for kind in kinds
+        if issubclass(kind, torch.Tensor)
+        and getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+        not in plain
+    ]
+    return tuple(
+        sorted(wrappers, key=lambda kind: (kind.__module__, kind.__qualname__))
+    )
 
 
 def failure_on(wrappers: tuple[type, ...]) -> str:
@@ -321,11 +331,3 @@ def failure_on(wrappers: tuple[type, ...]) -> str:
         f"Dynamo fails on tensors of {names}, whose class has a __torch_function__ of "
         "its own. A call with plain tensors, x.as_subclass(torch.Tensor), is captured"
     )
-
-
-def _is_plain(kind: type[torch.Tensor]) -> bool:
-    # Each look at a class method makes another object, of one function.
-    function: Any = kind.__torch_function__
-    return getattr(function, "__func__", function) in [
-        getattr(known, "__func__", known) for known in _NO_CODE
-    ]

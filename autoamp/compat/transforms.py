@@ -143,13 +143,13 @@ def past_transforms(given: Any) -> contextlib.AbstractContextManager[Any] | None
         return None
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     for each in pytree.tree_leaves(given):
-        if isinstance(each, Tensor) and (is_wrapped(each) or _has_tangent(each)):
+        if not isinstance(each, Tensor):
+            continue
+        if is_wrapped(each):
+            return None
+        if forward_mode() and forward_ad.unpack_dual(each).tangent is not None:
             return None
     return _without_transforms()
-
-
-def _has_tangent(value: Tensor) -> bool:
-    return forward_mode() and forward_ad.unpack_dual(value).tangent is not None
 
 
 @contextlib.contextmanager

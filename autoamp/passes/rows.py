@@ -28,7 +28,6 @@ from autoamp.passes.decide.policies import POLICIES, project
 from autoamp.passes.decide.verdict import CEILING
 from autoamp.passes.graph_record import Rewritten
 from autoamp.passes.rules import Category
-from autoamp.passes.see.facts import NodeFacts
 from autoamp.passes.see.nodes import KERNEL
 from autoamp.passes.see.regions import LOWERED_BODY
 from autoamp.passes.write.accumulators import is_wide
@@ -341,6 +340,10 @@ def _op_rows(section: Section) -> Iterator[OpRow]:
         chain = fact.chain or ready.get(name)
         high, low = assignment.prices.ops[name]
         is_allow = verdicts[name].category is Category.ALLOW
+        read = {rewritten.facts.nodes[o.value].storage for o in fact.operands}
+        # A view moves no bytes; a write in place shares memory with what it reads, too.
+        is_view = fact.storage in read and fact.storage not in rewritten.facts.mutated
+        moved = 0 if is_view else fact.read_numel + fact.numel
         yield OpRow(
             graph=section.graph,
             body=section.body,
@@ -353,7 +356,7 @@ def _op_rows(section: Section) -> Iterator[OpRow]:
             module=decision.module,
             source=decision.source,
             listed=decision.listed,
-            bytes=_bytes_moved(rewritten, fact),
+            bytes=moved * HIGH_DTYPE.itemsize,
             heading=heading,
             kernel=chain.kernel if chain else "",
             calls=chain.calls if chain else 1,
@@ -379,13 +382,6 @@ def _reason(section: Section, decision: Decision) -> tuple[str, str]:
         COSTS_CASTS: f"casts would cost more than {section.low} saves",
     }.get(decision.choice, decision.choice.partition(" (")[0])
     return f"{decision.reason}; {decision.choice}", heading
-
-
-def _bytes_moved(rewritten: Rewritten, fact: NodeFacts) -> int:
-    storages = {rewritten.facts.nodes[o.value].storage for o in fact.operands}
-    if fact.storage in storages and fact.storage not in rewritten.facts.mutated:
-        return 0  # a view
-    return (fact.read_numel + fact.numel) * HIGH_DTYPE.itemsize
 
 
 def _cast_rows(section: Section) -> Iterator[CastRow]:
