@@ -251,6 +251,26 @@ def hooks_on_the_module(convert: Convert) -> Seen:
     return grads(model, **seen)
 
 
+def penalty(order: int) -> Script:
+    """A loss that holds derivatives of a reused layer by the input."""
+
+    def run(convert: Convert) -> Seen:
+        model = convert(Net(lambda m, x: m.out(m.fc(m.fc(x).tanh()).tanh())))
+        x = given().requires_grad_()
+        total = value = loss_of(model(x))
+        for _ in range(order - 1):
+            (slope,) = torch.autograd.grad(value, x, create_graph=True)
+            value = (slope.norm(dim=-1) - 1).square().mean()
+            total = total + value
+        total.backward()
+        return grads(model, x=x.grad)
+
+    return run
+
+
+SCRIPTS |= {"gradient_penalty": penalty(2), "penalty_on_a_penalty": penalty(3)}
+
+
 # -- kinds of graph --------------------------------------------------------------------
 
 

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn, optim
 from torch.nn.utils import parametrizations
 
-from tests.one_rank import one_rank
-
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WIDTH, STEPS, RATE = 16, 20, 1e-3
 
@@ -106,40 +104,6 @@ def own_scaler(dtype: torch.dtype) -> Net:
         scaler.step(optimizer)
         scaler.update()
     return model
-
-
-def under_ddp(dtype: torch.dtype) -> Net:
-    model = Net().to(dtype)
-    with one_rank():
-        ready = nn.parallel.DistributedDataParallel(model)
-        loop(ready, adam(ready.parameters()), dtype)
-    return model
-
-
-def under_fsdp2(dtype: torch.dtype) -> Any:
-    from torch.distributed.fsdp import fully_shard
-
-    with one_rank():
-        model: Any = fully_shard(Net().to(dtype))
-        loop(model, adam(model.parameters()), dtype)
-        model.norm.weight.full_tensor()
-        whole = Net().to(dtype)
-        full = {k: v.full_tensor() for k, v in model.state_dict().items()}
-        whole.load_state_dict(full)
-    return whole
-
-
-def under_fsdp1(dtype: torch.dtype) -> Any:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    with one_rank():
-        model: Any = FullyShardedDataParallel(
-            Net().to(dtype), use_orig_params=True, device_id="cpu"
-        )
-        loop(model, adam(model.parameters()), dtype)
-        whole = Net().to(dtype)
-        whole.load_state_dict(model.state_dict())
-    return whole
 
 
 def with_a_plateau(dtype: torch.dtype) -> Net:

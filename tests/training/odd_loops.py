@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from torch.optim import (
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
+from tests.small_models import Of
 from tests.training import steps
 from tests.training.steps import WIDTH, batch, mlp
 
@@ -163,6 +165,10 @@ def loss_of(model: nn.Module, step: int, factor: float = 1.0) -> Tensor:
     return loss
 
 
+def loss_by(model: nn.Module, factor: Callable[[int], float], step: int) -> Tensor:
+    return loss_of(model, step, factor(step))
+
+
 Loop = Callable[[Way], None]
 LOOPS: dict[str, Loop] = {}
 """Every loop by its name."""
@@ -201,69 +207,84 @@ def all_finite(tensors: list[Tensor]) -> bool:
     return all(bool(t.isfinite().all()) for t in tensors)
 
 
-def from_start(step: int) -> float:
-    return BIG
+# -- what most loops do ----------------------------------------------------------------
 
 
-def after_ten(step: int) -> float:
-    return BIG if step >= 10 else 1e-4
-
-
-def one_step(
-    way: Way, model: nn.Module, optimizer: Optimizer, step: int, factor: float = 1.0
+def fit(
+    way: Way,
+    optimizer: Optimizer,
+    steps: int,
+    loss: Callable[[int], Tensor | None],
+    *,
+    change: Callable[[int], Any] | None = None,
+    by: tuple[Any, ...] = (),
+    after: Callable[[Tensor], Any] = lambda _: None,
+    none: bool = True,
 ) -> None:
-    """A step as in a tutorial, of a loss of that size."""
-    optimizer.zero_grad()
-    with way.amp():
-        loss = loss_of(model, step, factor)
-    way.scale(loss).backward()
-    way.step(optimizer)
-    way.update()
+    """Steps as in a tutorial.
 
+    Args:
+        loss: makes the loss of a step; there is no backward where it gives None.
+        change: is called with the number of the step, before it, on gradients without
+            a loss scale; there is no step where it gives False.
+        by: what is called for the step, with its arguments.
+        after: is called with each loss at the end of its step.
+        none: what `zero_grad` is given.
+    """
+    for step in range(steps):
+        optimizer.zero_grad(none)
+        with way.amp():
+            found = loss(step)
+        if found is None:
+            continue
+        way.scale(found).backward()
+        if change is not None:
+            way.unscale_(optimizer)
+        if change is None or change(step) is not False:
+            way.step(optimizer, *by)
+        way.update()
+        after(found)
+
+
+def bad_at(*steps: int, value: float = math.nan, other: float = BIG) -> Any:
+    """A factor of a loss that is bad at these steps."""
+    return lambda step: value if step in steps else other
+
+
+LATE_NAN = bad_at(15)
 
 # -- the script skips a step by itself -------------------------------------------------
 
 
 @loop(
-    after_ten_good_steps={"factor": after_ten},
-    keeps_zeros={"factor": from_start, "none": False},
+    after_ten_good_steps={"small": 10},
+    keeps_zeros={"none": False},
 )
 def skips_where_the_norm_is_infinite(
-    way: Way, factor: Callable[[int], float], none: bool = True
+    way: Way, small: int = 0, none: bool = True
 ) -> None:
     model = Judged()
-    optimizer = way.adam(model)
-    for step in range(40):
-        with way.amp():
-            loss = loss_of(model, step, factor(step))
-        way.scale(loss).backward()
-        way.unscale_(optimizer)
-        norm = clip_grad_norm_(model.parameters(), 1.0)
-        if not torch.isfinite(norm):
-            optimizer.zero_grad(set_to_none=none)
-            way.update()
-            continue
-        way.step(optimizer)
-        way.update()
-        optimizer.zero_grad(set_to_none=none)
+
+    def is_finite(_: int) -> bool:
+        return bool(clip_grad_norm_(model.parameters(), 1.0).isfinite())
+
+    factor = bad_at(*range(small), value=1e-4)
+    loss = functools.partial(loss_by, model, factor)
+    fit(way, way.adam(model), 40, loss, change=is_finite, none=none)
 
 
 @loop()
 def skips_where_the_loss_is_nan(way: Way) -> None:
     model = Judged()
-    optimizer = way.adam(model)
-    for step in range(20):
-        optimizer.zero_grad()
+
+    def loss(step: int) -> Tensor | None:
         x, y = batch(step)
         if step % 4 == 1:
-            x[0, 0] = float("nan")
-        with way.amp():
-            loss = F.mse_loss(model(x), y) * BIG
-        if not torch.isfinite(loss):
-            continue
-        way.scale(loss).backward()
-        way.step(optimizer)
-        way.update()
+            x[0, 0] = math.nan
+        found = F.mse_loss(model(x), y) * BIG
+        return found if found.isfinite() else None
+
+    fit(way, way.adam(model), 20, loss)
 
 
 # -- probes between steps --------------------------------------------------------------
@@ -274,16 +295,6 @@ def saliency(way: Way, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     with way.amp():
         out = model(x)
     return torch.autograd.grad(out.float().sum(), x)[0]
-
-
-def saliency_by_backward(way: Way, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    x.requires_grad_()
-    with way.amp():
-        out = model(x)
-    out.float().max(1).values.sum().backward()
-    model.zero_grad()
-    assert x.grad is not None
-    return x.grad
 
 
 def grad_cam(way: Way, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -311,30 +322,22 @@ def hessian_times(way: Way, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return torch.cat([p.flatten() for p in product])
 
 
-PROBES = saliency_by_backward, grad_cam, hessian_times
+PROBES = grad_cam, hessian_times
 
 
 @loop(**{probe.__name__: {"probe": probe} for probe in PROBES})
 def probes_between_steps(way: Way, probe: Callable[..., Tensor]) -> None:
     model = Judged()
     optimizer = way.adam(model)
-    for step in range(24):
-        one_step(way, model, optimizer, step, 0.01)
-        if step % 3 == 2:
-            way.seen.append(probe(way, model, *batch(step)))
+    for step in range(8):
+        fit(way, optimizer, 3, lambda _, at=step: loss_of(model, at, 0.01))
+        way.seen.append(probe(way, model, *batch(step)))
 
 
 @loop(of_a_small_loss={"factor": 1e-5}, of_a_big_loss={"factor": 1e5})
 def probes_after_training(way: Way, factor: float) -> None:
     model = Judged()
-    optimizer = way.adam(model)
-    for step in range(24):
-        optimizer.zero_grad()
-        with way.amp():
-            loss = loss_of(model, step, factor)
-        way.scale(loss).backward()
-        way.step(optimizer)
-        way.update()
+    fit(way, way.adam(model), 24, lambda step: loss_of(model, step, factor))
     model.eval()
     for step in range(6):
         way.seen.append(saliency(way, model, *batch(step)))
@@ -350,23 +353,15 @@ def probes_after_training(way: Way, factor: float) -> None:
 )
 def a_loss(way: Way, factor: Callable[[int], float]) -> None:
     model = Judged()
-    optimizer = way.adam(model, eps=1e-15)
-    for step in range(40):
-        optimizer.zero_grad()
-        with way.amp():
-            loss = loss_of(model, step, factor(step))
-        way.scale(loss).backward()
-        way.step(optimizer)
-        way.update()
+    loss = functools.partial(loss_by, model, factor)
+    fit(way, way.adam(model, eps=1e-15), 40, loss)
 
 
 @loop()
 def a_sum_over_two_towers(way: Way) -> None:
     """One loss of two models: 1e-6 of the one, and the sum of squares of the other."""
     first, second = Judged(), Judged()
-    one, two = Adam(first.parameters(), 0.01), Adam(second.parameters(), 0.01)
-    way.ready(first, one)
-    way.ready(second, two)
+    one, two = way.adam(first), way.adam(second)
     for step in range(25):
         one.zero_grad()
         two.zero_grad()
@@ -380,133 +375,63 @@ def a_sum_over_two_towers(way: Way) -> None:
         way.update()
 
 
-# -- gradients made not finite by the script -------------------------------------------
-
-
-def data_of_grad(model: nn.Module) -> None:
-    weight: Any = model.get_parameter("2.bias")
-    weight.grad.data = torch.full_like(weight, -float("inf"))
-
-
 @loop()
-def spoils_the_data_of_a_gradient(way: Way) -> None:
-    model = Judged()
-    optimizer = way.adam(model)
-    for step in range(10):
-        optimizer.zero_grad()
-        with way.amp():
-            loss = loss_of(model, step)
-        way.scale(loss).backward()
-        if step in (3, 7):
-            data_of_grad(model)
-        way.step(optimizer)
-        way.update()
-
-
-# -- gradients changed before the step -------------------------------------------------
-
-
-def clamp_by_hand(model: nn.Module) -> None:
-    for p in model.parameters():
-        assert p.grad is not None
-        p.grad = p.grad.clamp(-1, 1)
-
-
-def no_nan(model: nn.Module) -> None:
-    for p in model.parameters():
-        assert p.grad is not None
-        torch.nan_to_num(p.grad, nan=0.0, posinf=0.0, neginf=0.0, out=p.grad)
-
-
-@loop(
-    by_hand={"change": clamp_by_hand},
-    without_nan={"change": no_nan},
-)
-def clips(way: Way, change: Callable[[nn.Module], None]) -> None:
+def makes_all_gradients_finite(way: Way) -> None:
     """The first steps overflow, and later a batch has an infinity."""
     model = Judged()
-    optimizer = way.adam(model)
-    for step in range(30):
-        optimizer.zero_grad()
+
+    def loss(step: int) -> Tensor:
         x, y = batch(step)
         if step == 20:
-            y[0, 0] = float("inf")
-        with way.amp():
-            loss = F.mse_loss(model(x), y) * BIG
-        way.scale(loss).backward()
-        way.unscale_(optimizer)
-        change(model)
-        way.step(optimizer)
-        way.update()
+            y[0, 0] = math.inf
+        return F.mse_loss(model(x), y) * BIG
+
+    def finite(_: int) -> None:
+        for p in model.parameters():
+            torch.nan_to_num(p.grad, 0.0, 0.0, 0.0, out=p.grad)
+
+    fit(way, way.adam(model), 30, loss, change=finite)
 
 
 # -- bad batches -----------------------------------------------------------------------
 
 
 @loop(
-    of_nan_every_fifth_time={"value": float("nan"), "bad": range(0, 30, 5)},
-    of_huge_numbers={"value": 1e10, "bad": [4, 5]},
-)
-def a_batch(way: Way, value: float, bad: Any) -> None:
-    model = nn.Sequential(
-        nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)
-    )
-    optimizer = way.adam(model)
-    for step in range(30):
-        optimizer.zero_grad()
-        x, y = batch(step)
-        if step in bad:
-            x[0, 0] = value
-        with way.amp():
-            loss = F.mse_loss(model(x), y)
-        way.scale(loss).backward()
-        way.step(optimizer)
-        way.update()
-
-
-@loop(
-    of_huge_numbers={"value": 1e15, "bad": [5, 20]},
-    of_nan_every_other_time={"value": float("nan"), "bad": range(0, 64, 2)},
+    of_huge_numbers={"value": 1e15, "bad": (5, 20)},
+    of_nan_every_other_time={"value": math.nan, "bad": range(0, 64, 2)},
 )
 def a_target(way: Way, value: float, bad: Any) -> None:
     """What enters the backward is bad, and the gradients grow on their way."""
     model = nn.Sequential(mlp(), nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 4))
     for layer in (model[1], model[3]):
         nn.init.normal_(layer.weight)
-    optimizer = way.adam(model)
-    for step in range(64):
-        optimizer.zero_grad()
+
+    def loss(step: int) -> Tensor:
         x, y = batch(step)
         if step in bad:
             y[0, 0] = value
-        with way.amp():
-            loss = F.mse_loss(model(x), y)
-        way.scale(loss).backward()
-        way.step(optimizer)
-        way.update()
+        return F.mse_loss(model(x), y)
+
+    fit(way, way.adam(model), 64, loss)
 
 
 # -- several models --------------------------------------------------------------------
 
 
 @loop(
-    frozen={"freeze": True, "factor": BIG},
-    unequal={"factor": BIG, "every": 4},
+    frozen={"freeze": True},
+    unequal={"every": 4},
 )
-def adversaries(
-    way: Way, freeze: bool = False, factor: float = 1.0, every: int = 1
-) -> None:
+def adversaries(way: Way, freeze: bool = False, every: int = 1) -> None:
     maker, critic = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8)), mlp()
-    makes, judges = Adam(maker.parameters(), 0.01), Adam(critic.parameters(), 0.01)
-    way.ready(maker, makes)
-    way.ready(critic, judges)
+    makes, judges = way.adam(maker), way.adam(critic)
     for step in range(20):
         real, noise = batch(step)
         judges.zero_grad()
         with way.amp():
             fake = maker(noise)
             loss = F.softplus(-critic(real)).mean()
-            loss = (loss + F.softplus(critic(fake.detach())).mean()) * factor
+            loss = (loss + F.softplus(critic(fake.detach())).mean()) * BIG
         way.scale(loss).backward()
         way.step(judges)
         if step % every:
@@ -525,42 +450,36 @@ def adversaries(
 @loop()
 def a_penalty_on_gradients(way: Way) -> None:
     critic = mlp()
-    optimizer = way.adam(critic)
-    for step in range(15):
-        optimizer.zero_grad()
+
+    def loss(step: int) -> Tensor:
         real, other = batch(step)
         fake = torch.cat([other, -other], 1)
         mixed = (0.3 * real + 0.7 * fake).requires_grad_()
-        with way.amp():
-            out = critic(mixed).float().sum()
-        grad = way.penalty_grad(out, mixed)
-        with way.amp():
-            loss = critic(fake).mean() - critic(real).mean()
-            loss = loss + 10 * (grad.norm(dim=1) - 1).square().mean()
-        way.scale(loss).backward()
-        way.step(optimizer)
-        way.update()
+        out = critic(mixed).float().sum()
+        with torch.autocast("cpu", enabled=False):
+            grad = way.penalty_grad(out, mixed)
+        found: Tensor = critic(fake).mean() - critic(real).mean()
+        return found + 10 * (grad.norm(dim=1) - 1).square().mean()
+
+    fit(way, way.adam(critic), 15, loss)
 
 
 @loop()
 def learns_to_learn(way: Way) -> None:
     """MAML: a loss of weights that a gradient step has made."""
     model = Judged()
-    optimizer = way.adam(model)
     names = dict(model.named_parameters())
-    for step in range(12):
-        optimizer.zero_grad()
+
+    def loss(step: int) -> Tensor:
         x, y = batch(step)
-        with way.amp():
-            inner = F.mse_loss(model(x), y)
-        grads = torch.autograd.grad(inner, list(names.values()), create_graph=True)
+        inner = F.mse_loss(model(x), y)
+        with torch.autocast("cpu", enabled=False):
+            grads = torch.autograd.grad(inner, [*names.values()], create_graph=True)
         fast = {n: p - 0.1 * g for (n, p), g in zip(names.items(), grads, strict=True)}
-        with way.amp():
-            out: Any = torch.func.functional_call(model, fast, (x,))
-            loss = F.mse_loss(out, y) * BIG
-        way.scale(loss).backward()
-        way.step(optimizer)
-        way.update()
+        out: Any = torch.func.functional_call(model, fast, (x,))
+        return F.mse_loss(out, y) * BIG
+
+    fit(way, way.adam(model), 12, loss)
 
 
 # -- closures --------------------------------------------------------------------------
@@ -575,7 +494,7 @@ def a_closure_of_lbfgs(way: Way) -> None:
 
         def closure(step: int = step) -> Tensor:
             optimizer.zero_grad()
-            loss = loss_of(model, step % 2, float("nan") if step == 4 else 1e-2)
+            loss = loss_of(model, step % 2, math.nan if step == 4 else 1e-2)
             loss.backward()
             return loss
 
@@ -589,46 +508,23 @@ UNSCALED.add("a closure of lbfgs")
 # -- steps that are reached by another road --------------------------------------------
 
 
-def steps_by(way: Way, model: nn.Module, optimizer: Any, by: Any, *given: Any) -> None:
-    for step in range(20):
-        optimizer.zero_grad()
-        with way.amp():
-            loss = loss_of(model, step, float("nan") if step == 15 else BIG)
-        way.scale(loss).backward()
-        way.step(optimizer, by, *given)
-        way.update()
+def compiled(optimizer: Optimizer) -> Any:
+    return torch.compile(optimizer.step, backend="eager")
 
 
-@loop()
-def a_step_bound_before(way: Way) -> None:
+@loop(
+    bound_before={"before": lambda o: (o.step,)},
+    bound_after={"after": lambda o: (o.step,)},
+    of_the_class={"after": lambda o: (Adam.step, o)},
+    that_is_compiled={"before": lambda o: (compiled(o),)},
+)
+def a_step(way: Way, before: Any = None, after: Any = None) -> None:
     model = Judged()
     optimizer = Adam(model.parameters(), 0.01)
-    bound = optimizer.step
+    by = before(optimizer) if before else ()
     way.ready(model, optimizer)
-    steps_by(way, model, optimizer, bound)
-
-
-@loop()
-def a_step_bound_after(way: Way) -> None:
-    model = Judged()
-    optimizer = way.adam(model)
-    steps_by(way, model, optimizer, optimizer.step)
-
-
-@loop()
-def a_step_of_the_class(way: Way) -> None:
-    model = Judged()
-    optimizer = way.adam(model)
-    steps_by(way, model, optimizer, Adam.step, optimizer)
-
-
-@loop()
-def a_compiled_step(way: Way) -> None:
-    model = Judged()
-    optimizer = Adam(model.parameters(), 0.01)
-    compiled = torch.compile(optimizer.step, backend="eager")
-    way.ready(model, optimizer)
-    steps_by(way, model, optimizer, compiled)
+    by = after(optimizer) if after else by
+    fit(way, optimizer, 20, functools.partial(loss_by, model, LATE_NAN), by=by)
 
 
 @loop(not_named={}, bound={"bound": True})
@@ -639,7 +535,8 @@ def an_optimizer_made_late(way: Way, bound: bool = False) -> None:
     model(batch(0)[0])
     optimizer = Adam(model.parameters(), 0.01)
     way.optimizers.append(optimizer)
-    steps_by(way, model, optimizer, optimizer.step if bound else None)
+    by = (optimizer.step,) if bound else ()
+    fit(way, optimizer, 20, functools.partial(loss_by, model, LATE_NAN), by=by)
 
 
 # -- optimizers and weights that change ------------------------------------------------
@@ -653,15 +550,13 @@ def a_schedule(way: Way, kind: Any, **options: Any) -> None:
     model = Judged()
     optimizer = way.adam(model)
     schedule = kind(optimizer, **options)
-    for step in range(30):
-        optimizer.zero_grad()
-        with way.amp():
-            loss = loss_of(model, step, float("nan") if step == 15 else BIG)
-        way.scale(loss).backward()
-        way.step(optimizer)
-        way.update()
+
+    def after(loss: Tensor) -> None:
         plateau = kind is lr_scheduler.ReduceLROnPlateau
         schedule.step(*[loss.detach()] if plateau else [])
+
+    loss = functools.partial(loss_by, model, LATE_NAN)
+    fit(way, optimizer, 30, loss, after=after)
 
 
 @loop()
@@ -670,57 +565,42 @@ def a_new_optimizer_for_each_phase(way: Way) -> None:
     way.ready(model)
     for phase in range(5):
         optimizer = Adam(model.parameters(), 0.01)
-        for step in range(8):
-            one_step(way, model, optimizer, step, 10.0**phase)
+        fit(way, optimizer, 8, lambda step, of=phase: loss_of(model, step, 10.0**of))
     way.optimizers.append(optimizer)
-
-
-class Cell(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(4, WIDTH)
-
-    def forward(self, x: Tensor, state: Tensor) -> Any:
-        return self.cell(x, state)
 
 
 @loop()
 def a_state_from_step_to_step(way: Way) -> None:
     """Truncated backpropagation through time, of a cell that is called many times."""
-    model = Cell()
-    optimizer = way.adam(model)
-    state = torch.zeros(6, WIDTH)
-    for step in range(20):
-        optimizer.zero_grad()
-        losses = []
+    model = Of(lambda m, x, state: m.cell(x, state), cell=nn.GRUCell(4, WIDTH))
+    states = [torch.zeros(6, WIDTH)]
+
+    def loss(step: int) -> Tensor:
+        state, losses = states[-1].detach(), []
         for part in range(4):
             x, y = batch(4 * step + part)
-            with way.amp():
-                state = model(y, state)
+            state = model(y, state)
             losses.append(F.mse_loss(state.float(), x))
-        loss = sum(losses) * (float("nan") if step == 15 else BIG)
-        way.scale(loss).backward()
-        state = state.detach()
-        way.step(optimizer)
-        way.update()
+        states.append(state)
+        return torch.stack(losses).sum() * LATE_NAN(step)
+
+    fit(way, way.adam(model), 20, loss)
 
 
 @loop()
 def scales_by_hand(way: Way) -> None:
     """The script has a scale of its own, as code for fp16 had before GradScaler."""
     model = Judged()
-    optimizer = way.adam(model)
-    for step in range(25):
-        optimizer.zero_grad()
-        with way.amp():
-            loss = loss_of(model, step, float("nan") if step == 15 else 1.0)
-        way.scale(loss * 1024).backward()
-        way.unscale_(optimizer)
+
+    def unscale(_: int) -> None:
         for p in model.parameters():
             assert p.grad is not None
             p.grad.div_(1024)
-        way.step(optimizer)
-        way.update()
+
+    def loss(step: int) -> Tensor:
+        return loss_of(model, step, bad_at(15, other=1.0)(step)) * 1024
+
+    fit(way, way.adam(model), 25, loss, change=unscale)
 
 
 # -- backwards that are not one to a step ----------------------------------------------
@@ -729,17 +609,13 @@ def scales_by_hand(way: Way) -> None:
 @loop(reentrant={"reentrant": True}, not_reentrant={"reentrant": False})
 def checkpoints(way: Way, reentrant: bool) -> None:
     model = Judged()
-    optimizer = way.adam(model)
-    for step in range(20):
-        optimizer.zero_grad()
+
+    def loss(step: int) -> Tensor:
         x, y = batch(step)
-        factor = float("nan") if step == 15 else BIG
-        with way.amp():
-            out = checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
-            loss = F.mse_loss(out, y) * factor
-        way.scale(loss).backward()
-        way.step(optimizer)
-        way.update()
+        out = checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
+        return F.mse_loss(out, y) * LATE_NAN(step)
+
+    fit(way, way.adam(model), 20, loss)
 
 
 @loop()
@@ -750,15 +626,14 @@ def models_that_share_weights(way: Way) -> None:
     optimizer = Adam(both, 0.01)
     for head in heads:
         way.ready(head, *[] if way.optimizers else [optimizer])
-    for step in range(20):
-        optimizer.zero_grad()
-        with way.amp():
-            loss = steps.loss_of(heads[step % 2], step, BIG)
-            if step % 5 == 0:
-                loss = loss + steps.loss_of(heads[1 - step % 2], step, 1e-3)
-        way.scale(loss).backward()
-        way.step(optimizer)
-        way.update()
+
+    def loss(step: int) -> Tensor:
+        found = steps.loss_of(heads[step % 2], step, BIG)
+        if step % 5 == 0:
+            found = found + steps.loss_of(heads[1 - step % 2], step, 1e-3)
+        return found
+
+    fit(way, optimizer, 20, loss)
 
 
 # -- all of it at once -----------------------------------------------------------------
@@ -772,7 +647,7 @@ def everything_at_once(way: Way) -> None:
     for step, micro in itertools.product(range(30), range(2)):
         nan = step == 13 and micro == 1
         with way.amp():
-            loss = loss_of(model, step, float("nan") if nan else BIG) / 2
+            loss = loss_of(model, step, math.nan if nan else BIG) / 2
         way.scale(loss).backward()
         if micro == 0:
             x = batch(step)[0].requires_grad_()

@@ -20,7 +20,7 @@ from torch._dynamo.backends.registry import lookup_backend
 import autoamp
 from autoamp.passes.functions import scaled_result
 from tests.models import BY_NAME, Case
-from tests.quick import each_with_one, explored, some_slow
+from tests.quick import explored, some_slow
 from tests.small_models import Of
 from tests.strategies import Program, inputs, programs, run
 from tests.training.boundary_scripts import (
@@ -233,64 +233,6 @@ def test_fp16_gradients_are_no_worse_than_grad_scalers(name: str) -> None:
 
 
 # -- more than once --------------------------------------------------------------------
-
-
-class Critic(nn.Module):
-    """Tied and reused weights, a norm, and a weight used in fp32 as well."""
-
-    def __init__(self, conv: bool) -> None:
-        super().__init__()
-        self.enter: nn.Module = nn.Linear(WIDTH_OF_CRITIC, WIDTH_OF_CRITIC)
-        if conv:
-            self.enter = nn.Conv1d(1, 1, 3, padding=1)
-        self.fc = nn.Linear(WIDTH_OF_CRITIC, WIDTH_OF_CRITIC)
-        self.norm = nn.LayerNorm(WIDTH_OF_CRITIC)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.enter(x[:, None])[:, 0] if x.dim() == 2 else self.enter(x)
-        for _ in range(2):
-            h = self.norm(h + self.fc(h).tanh())
-        return (h * self.fc.weight.sin().sum(0)).sum(-1)
-
-
-WIDTH_OF_CRITIC = 8
-
-
-def third_order(model: nn.Module, x: Tensor, order: int) -> Tensor:
-    """A loss that holds derivatives of `model` up to `order - 1` by its input."""
-    total = value = model(x).square().sum()
-    for _ in range(order - 1):
-        (slope,) = torch.autograd.grad(value, x, create_graph=True)
-        value = (slope.norm(dim=-1) - 1).square().mean()
-        total = total + value
-    return total
-
-
-@pytest.mark.parametrize(("precision", "conv"), each_with_one(EPS, (False, True)))
-@pytest.mark.parametrize("order", some_slow((2, 3), lambda order: order == 2))
-def test_derivatives_of_derivatives(precision: str, order: int, conv: bool) -> None:
-    """Not one bit of a product in bf16, and in fp16 no range, is lost to the scale."""
-
-    def script(convert: Callable[..., nn.Module]) -> Seen:
-        model = convert(Critic(conv))
-        generator = torch.Generator(torch.get_default_device()).manual_seed(1)
-        x = torch.randn(4, WIDTH_OF_CRITIC, generator=generator).requires_grad_()
-        third_order(model, x, order).backward()
-        return {n: p.grad for n, p in model.named_parameters()} | {"x": x.grad}
-
-    unscaled = seen_by(script, converting(precision, loss_scale="off"))
-    on_gpu = torch.get_default_device().type == "cuda"
-    # Derivatives of higher order come near the range of fp16 there.
-    scaled = seen_by(script, converting(precision, loss_scale=4.0 if on_gpu else 64.0))
-    if precision == "bf16":
-        # A convolution's use has a gradient of each order: summed as an LSTM's, above.
-        # So has the weight of a norm, which a GPU takes in the dtype of the data.
-        close(scaled, unscaled, EPS["bf16"] if conv or on_gpu else 2.0**-20)
-        return
-    true = seen_by(script, lambda model: model)
-    error = sum(float((scaled[n] - v).norm() / v.norm()) for n, v in true.items())
-    base = sum(float((unscaled[n] - v).norm() / v.norm()) for n, v in true.items())
-    assert error <= 1.5 * base
 
 
 def said(caplog) -> list[str]:

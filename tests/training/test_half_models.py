@@ -37,9 +37,6 @@ from tests.training.half_programs import (
     own_autocast,
     own_scaler,
     plain,
-    under_ddp,
-    under_fsdp1,
-    under_fsdp2,
     weight_normed,
     with_a_plateau,
 )
@@ -70,8 +67,7 @@ PROGRAMS: list[tuple[Program, torch.dtype]] = [
         (program, BF16)
         for program in (
             *(loaded_last, mapped, with_a_plateau, weight_normed, adversaries),
-            *(compiled, under_ddp, under_fsdp1, under_fsdp2),
-            *(accumulated_by_accelerate, with_lightning),
+            *(compiled, accumulated_by_accelerate, with_lightning),
             *(causal_by_trainer, resumed_by_trainer, adapters_by_trainer),
         )
     ),

@@ -78,10 +78,17 @@ def _no_model_outlives_the_machine() -> Iterator[None]:
 FACTORS = st.sampled_from([*[1.0] * 8, math.inf, -math.inf, math.nan, HUGE, HUGE])
 """What a loss is multiplied by: its gradients are then finite or not."""
 
+
+def clamp_by_hand(params: list[Any]) -> None:
+    for p in params:
+        p.grad = p.grad.clamp(-0.01, 0.01)
+
+
 CLIPS: dict[str, Callable[[Any], Any]] = {
     "none": lambda _: None,
     "norm": functools.partial(nn.utils.clip_grad_norm_, max_norm=1.0),
     "value": functools.partial(nn.utils.clip_grad_value_, clip_value=0.01),
+    "by hand": clamp_by_hand,
 }
 
 ROUNDINGS = 2 * (8 + 8)
@@ -94,7 +101,7 @@ STEP: dict[str, Any] = {"set_to_none": st.booleans(), "turned": st.booleans()}
 LINEAR = ("SGD", "OldStyle")
 """Optimizers whose updates are linear in the gradients: so are the updates' errors."""
 
-OUTSIDE = ("penalty", "hook", "accumulate hook", "write", "new")
+OUTSIDE = ("penalty", "hook", "accumulate hook", "write", "new", "new data")
 """Where a gradient gets numbers from that no graph has seen."""
 
 
@@ -315,6 +322,8 @@ class AsGradScaler(RuleBasedStateMachine):
             bad.grad.mul_(value)
         if kind == "new":
             bad.grad = torch.full_like(bad.grad, value)
+        if kind == "new data":
+            bad.grad.data = torch.full_like(bad.grad, value)
         for p in others:
             p.grad.fill_(value)
         self.infinite = True

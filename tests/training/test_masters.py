@@ -6,7 +6,7 @@ import copy
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 import autoamp
 from autoamp import compat
+from tests.one_rank import one_rank
 from tests.says import says
 from tests.small_models import Of
 from tests.training.steps import OPTIMIZERS, assert_same, masters_of, state_of
@@ -118,65 +119,19 @@ def test_the_report_says_so(dtype: torch.dtype) -> None:
     assert (report.loss_scale is not None) == (dtype == FP16)
 
 
-# -- any optimizer steps in fp32 -------------------------------------------------------
-
-
-class Weights(nn.Module):
-    """Two matrices, which is what Muon takes."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(1)
-        for name in "ab":
-            value = torch.randn(4, 6, generator=generator).bfloat16().to(dtype)
-            setattr(self, name, nn.Parameter(value))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.a * self.b.sum()
-
-
-def step_with(model: nn.Module, optimizer: Optimizer, seed: int) -> None:
-    """One step with gradients that both of two models are given."""
-    generator = torch.Generator().manual_seed(seed)
-    for param in model.parameters():
-        param.grad = torch.randn(param.shape, generator=generator)
-    optimizer.step()
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_and_state_are_those_of_an_fp32_model(name: str) -> None:
-    half, full = Weights(BF16), Weights(torch.float32)
-    optimizer, exact = OPTIMIZERS[name](half), OPTIMIZERS[name](full)
+def test_muon_steps_fp32_masters() -> None:
+    """It takes matrices only; test_split.py has torch's other optimizers."""
+    half = nn.Linear(6, 4, bias=False).to(BF16)
+    full = copy.deepcopy(half).float()
+    optimizer, exact = OPTIMIZERS["Muon"](half), OPTIMIZERS["Muon"](full)
     autoamp.convert(half, optimizer)
     for seed in range(4):
-        step_with(half, optimizer, seed)
-        step_with(full, exact, seed)
-        assert_rounded(optimizer)
-        if seed == 1:  # and state that was saved and loaded goes on so
-            optimizer.load_state_dict(saved(optimizer))
-    for mine, param in zip(half.parameters(), full.parameters(), strict=True):
-        assert torch.equal(masters_of(optimizer)[mine], param)
-        assert optimizer.state[mine].keys() == exact.state[param].keys()
-        for key, value in exact.state[param].items():
-            got = optimizer.state[mine][key]
-            if torch.is_tensor(value):
-                assert got.dtype == value.dtype, key
-                assert torch.equal(got, value), key
-            else:
-                assert got == value
-
-
-def test_gradients_of_micro_batches_are_summed_in_fp32() -> None:
-    model = nn.Linear(1, 1, bias=False).bfloat16()
-    optimizer = optim.SGD(model.parameters(), lr=1e-4)
-    autoamp.convert(model, optimizer)
-    x = torch.ones(1, 1, dtype=BF16)
-    for _ in range(1000):
-        model(x).sum().backward()
-    assert model.weight.grad is not None
-    assert float(model.weight.grad) == 1000
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    assert float(model.weight.grad) == pytest.approx(1)
+        grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+        for weight, by in ((half.weight, optimizer), (full.weight, exact)):
+            weight.grad = grad.clone()
+            by.step()
+    assert torch.equal(masters_of(optimizer)[half.weight], full.weight)
+    assert_same([*optimizer.state.values()], [*exact.state.values()])
 
 
 # -- writes by others ------------------------------------------------------------------
@@ -357,19 +312,6 @@ def test_an_exception_in_a_step_puts_the_parameters_back() -> None:
 # -- saved state -----------------------------------------------------------------------
 
 
-def test_masters_are_an_fp32_checkpoint_of_the_model(
-    trained: tuple[nn.Sequential, Optimizer],
-) -> None:
-    model, optimizer = trained
-    masters = saved(optimizer)[KEY]
-    assert list(masters) == [name for name, _ in model.named_parameters()]
-    full = mlp(torch.float32)
-    missing = full.load_state_dict(masters, strict=False)
-    assert not missing.missing_keys
-    assert not missing.unexpected_keys
-    assert torch.equal(full[0].weight, masters_of(optimizer)[model[0].weight])
-
-
 def test_tied_and_foreign_parameters_are_saved_once() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -438,16 +380,6 @@ def test_a_plain_checkpoint_gives_masters_of_the_half_weights(
         assert moment.dtype == torch.float32
         assert torch.equal(moment, plain.state[param]["exp_avg"])
     train_once(model, optimizer)
-
-
-def test_a_plain_optimizer_reads_past_the_masters(
-    trained: tuple[nn.Sequential, Optimizer],
-) -> None:
-    _, optimizer = trained
-    full = mlp(torch.float32)
-    plain = optim.AdamW(full.parameters(), lr=1e-3)
-    plain.load_state_dict(saved(optimizer))
-    train_once(full, plain, batch(torch.float32))
 
 
 # -- fp16: loss scaling at the edge ----------------------------------------------------
@@ -672,23 +604,14 @@ def test_groups_that_come_later_and_weights_that_are_thawed() -> None:
     assert_rounded(optimizer)
 
 
-@pytest.fixture
-def one_rank(tmp_path) -> Iterator[None]:
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.skipif(os.name == "nt", reason="gloo with a file store")
-@pytest.mark.usefixtures("one_rank")
 def test_under_ddp_gradients_keep_the_dtype_it_reduces(caplog) -> None:
-    model = nn.parallel.DistributedDataParallel(mlp())
-    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
-    autoamp.convert(model, optimizer)
-    assert "DistributedDataParallel reduces them" in caplog.text
-    for _ in range(3):
-        train_once(model, optimizer)
+    with one_rank():
+        model = nn.parallel.DistributedDataParallel(mlp())
+        optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+        autoamp.convert(model, optimizer)
+        assert "DistributedDataParallel reduces them" in caplog.text
+        for _ in range(3):
+            train_once(model, optimizer)
     assert_rounded(optimizer)
     assert "0.weight" in optimizer.state_dict()[KEY]

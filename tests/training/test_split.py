@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
 from autoamp.training import split
@@ -24,7 +23,7 @@ from autoamp.training.attach import boundary_of
 from autoamp.training.elementwise_optimizers import body_of, is_elementwise
 from autoamp.training.masters import Masters
 from autoamp.training.split import CHUNK, Chunk, can_split, chunks_of
-from tests.training.steps import masters_of
+from tests.training.steps import OldStyle, masters_of
 
 BF16 = torch.bfloat16
 Make = Callable[[Any], Any]
@@ -130,67 +129,6 @@ def test_any_other_class_may_look_at_all_parameters(make: Make) -> None:
     assert body_of(make([nn.Parameter(torch.zeros(2, 2))])) is None
 
 
-class Mixed(TorchDispatchMode):
-    """Notes the ops that read the tensors of more than one parameter."""
-
-    def __init__(self, held: Iterable[tuple[Tensor, int]]) -> None:
-        super().__init__()
-        self.of = {t.untyped_storage()._cdata: {owner} for t, owner in held}
-        self.found: list[str] = []
-        self.kept: list[Any] = []
-
-    def owners(self, tensors: Iterable[Any]) -> set[int]:
-        keys = [t.untyped_storage()._cdata for t in tensors if isinstance(t, Tensor)]
-        return set().union(*(self.of.get(key, set()) for key in keys))
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = [*args, *(kwargs or {}).values()]
-        lists = [each for each in given if isinstance(each, list | tuple)]
-        made = func(*args, **(kwargs or {}))
-        self.kept.append(made)  # so that no memory is used twice
-        if "_foreach_" in func.name() or "_fused_" in func.name():
-            # The tensors at one position of all lists are those of one parameter.
-            rows = [*zip(*(each for each in lists if each), strict=False)]
-            alone = [each for each in given if isinstance(each, Tensor)]
-        else:
-            rows = [[each for held in [given, *lists] for each in held]]
-            alone = []
-        results = made if isinstance(made, list | tuple) else [made] * len(rows)
-        for row, result in zip(rows, results or [None] * len(rows), strict=False):
-            owners = self.owners([*row, *alone])
-            if len(owners) > 1:
-                self.found.append(func.name())
-            if isinstance(result, Tensor):
-                key = result.untyped_storage()._cdata
-                self.of[key] = self.of.get(key, set()) | owners
-        return made
-
-
-@pytest.mark.parametrize("make", OF_TORCH.values(), ids=OF_TORCH)
-def test_no_op_of_torchs_classes_reads_two_parameters(make: Make) -> None:
-    params = [nn.Parameter(torch.randn(4, 4)) for _ in range(3)]
-    optimizer = make(params)
-    for _ in range(3):
-        for p in params:
-            p.grad = torch.randn(4, 4)
-        held = [(t, at) for at, p in enumerate(params) for t in (p, p.grad)]
-        for at, p in enumerate(params):
-            state = optimizer.state[p].values()
-            held += [(t, at) for t in state if isinstance(t, Tensor)]
-        with Mixed(held) as mixed:
-            optimizer.step()
-        assert not mixed.found
-
-
-def test_the_record_of_ops_sees_a_norm_of_all() -> None:
-    params = [nn.Parameter(torch.randn(4, 4)) for _ in range(2)]
-    for p in params:
-        p.grad = torch.randn(4, 4)
-    with Mixed([(p.grad, at) for at, p in enumerate(params)]) as mixed:
-        OfAStack(params).step()
-    assert mixed.found
-
-
 # -- training, beside fp32 weights that are kept by hand -------------------------------
 
 
@@ -216,7 +154,7 @@ def losses_of(model: nn.Module, step: int) -> Iterable[Tensor]:
         yield nn.functional.cross_entropy(model(x).float(), y)
 
 
-STEPS = 50
+STEPS = 30
 
 
 def by_hand(make: Make) -> tuple[nn.Module, Any, list[Tensor]]:
@@ -240,23 +178,35 @@ def by_hand(make: Make) -> tuple[nn.Module, Any, list[Tensor]]:
     return model, optimizer, [*wide.values()]
 
 
-@pytest.mark.parametrize("pieces", [False, True])
-@pytest.mark.parametrize("make", OF_TORCH.values(), ids=OF_TORCH)
+EACH: dict[str, Make] = {**OF_TORCH, "old_style": lambda p: OldStyle(p, lr=1e-3)}
+
+
+@pytest.mark.parametrize("kind", ["split", "pieces", "fp32"])
+@pytest.mark.parametrize("make", EACH.values(), ids=EACH)
 def test_each_optimizer_equals_fp32_masters_to_the_bit(
-    make: Make, pieces: bool, monkeypatch: pytest.MonkeyPatch
+    make: Make, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An optimizer that looked at several weights at once would not, in pieces."""
+    pieces = kind == "pieces"
     if pieces:  # the matrices are of 2 560 and 640 elements
         monkeypatch.setattr(split, "CHUNK", 496)
     by, own, wide = by_hand(make)
     model = net()
-    model, optimizer = autoamp.convert(model, make(groups_of(model)))
+    how: Any = "fp32" if kind == "fp32" else "auto"
+    model, optimizer = autoamp.convert(model, make(groups_of(model)), masters=how)
     for step in range(STEPS):
         for loss in losses_of(model, step):
             loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    assert not masters(optimizer).of, "all are split"
+        if step == STEPS // 2:  # state that was saved and loaded goes on so
+            file = io.BytesIO()
+            torch.save(optimizer.state_dict(), file)
+            file.seek(0)
+            optimizer.load_state_dict(torch.load(file, weights_only=True))
+    whole = kind == "fp32" or body_of(optimizer) is None
+    assert len(masters(optimizer).of) == (6 if whole else 0)
     cut = [chunk for chunk in masters(optimizer).chunks if chunk.is_cut]
     assert len(cut) == (2 if pieces and is_elementwise(optimizer) else 0)
     for mine, theirs in zip(model.parameters(), by.parameters(), strict=True):
