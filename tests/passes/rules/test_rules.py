@@ -87,18 +87,6 @@ def test_reasons_say_something_of_their_own(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
-def test_every_op_torch_autocast_knows_has_a_rule(name: str) -> None:
-    rules = Rules.default(name)
-    missing = [
-        op
-        for each in ("torch-cuda", "torch-cpu")
-        for op in Rules.load(each).table
-        if any(rules.lookup(target) is None for target in ops.overloads(op))
-    ]
-    assert missing == []
-
-
-@pytest.mark.parametrize("name", PRECISIONS)
 def test_pure_views_are_clear(name: str) -> None:
     rules = Rules.default(name)
     denied = {"imag", "view_as_complex", "view_as_real"}  # their dtype is complex64
@@ -413,31 +401,6 @@ def test_inner_takes_the_widest_dtype_on_cuda_alone() -> None:
         with compat.in_autocast(region):
             assert torch.inner(x, x.float()).dtype is torch.float32
             assert torch.inner(x, x).dtype is torch.bfloat16
-
-
-AUTOCAST_CPU = {
-    "linear": lambda x: F.linear(x, torch.ones(4, 4)),
-    "matmul": lambda x: x @ torch.ones(4, 4),
-    "conv1d": lambda x: F.conv1d(x[None], torch.ones(2, 4, 1)),
-    "mse_loss": lambda x: F.mse_loss(x, x),
-    "cross_entropy_loss": lambda x: F.cross_entropy(x, torch.zeros(4).long()),
-    "linalg_inv": torch.linalg.inv,
-    "cdist": lambda x: torch.cdist(x, x),
-}
-
-
-@pytest.mark.parametrize("op", AUTOCAST_CPU)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_on_this_cpu_does_what_its_set_says(
-    op: str, dtype: torch.dtype
-) -> None:
-    rules = Rules.load("torch-cpu").table
-    rule = next(r for k, r in rules.items() if ops.split_key(k)[1] == op)
-    x = torch.eye(4).to(dtype)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        result = AUTOCAST_CPU[op](x).dtype
-    allowed = rule.category is Category.ALLOW
-    assert result is (torch.bfloat16 if allowed else torch.float32)
 
 
 # -- looking up ------------------------------------------------------------------------
