@@ -1,4 +1,4 @@
-"""Attention, as libraries write it out, with masks of all kinds."""
+"""Attention, as libraries write it out, and torch's own, with masks of all kinds."""
 
 from __future__ import annotations
 
@@ -10,36 +10,101 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.spelled.layers import HEADS, SIZE, Layer, Spelling
-from tests.spelled.masks import ADDED, LOWEST, SEEN, Mask
 
+Mask = Callable[[Layer, int], Tensor]
 Attend = Callable[[Layer, Tensor, Tensor, Tensor], Tensor]
-FILLS = {"inf": -math.inf, "1e9": -1e9, "1e4": -1e4, "min": None}
-"""Numbers for what is hidden; None for the lowest that the scores' dtype has."""
+LOWEST = torch.finfo(torch.float32).min
+
+# -- masks ----------------------------------------------------------------------------
 
 
-def filling(low: float | None, scores: Tensor) -> float:
-    return torch.finfo(scores.dtype).min if low is None else low
+def positions(n: int) -> tuple[Tensor, Tensor]:
+    at = torch.arange(n)
+    return at[:, None], at[None, :]
 
+
+def left_padded(m: Layer, n: int) -> Tensor:
+    """Causal, and the first sequence begins with padding, whose rows see nothing."""
+    query, key = positions(n)
+    return (key <= query) & (torch.arange(n) >= m.first[:, None])[:, None, None, :]
+
+
+def nobody(m: Layer, n: int) -> Tensor:
+    """The first sequence sees nothing at all."""
+    return (m.first == 0)[:, None, None, None].expand(-1, 1, n, n)
+
+
+def prefix(m: Layer, n: int) -> Tensor:
+    query, key = positions(n)
+    return (key <= query) | (key < 4)
+
+
+def all_ones(m: Layer, n: int) -> Tensor:
+    return torch.ones(n, 1, dtype=torch.bool)
+
+
+def first_key(m: Layer, n: int) -> Tensor:
+    return (torch.arange(n) < 1)[None]
+
+
+SEEN: dict[str, Mask] = {
+    mask.__name__: mask for mask in (left_padded, nobody, prefix, all_ones, first_key)
+}
+"""Masks of bools, which are true where a key is seen."""
+
+
+def alibi(m: Layer, n: int) -> Tensor:
+    query, key = positions(n)
+    far = m.slopes[:, None, None] * (key - query)
+    return far + torch.full((n, n), float("-inf")).triu(1)
+
+
+def distances(m: Layer, n: int) -> Tensor:
+    query, key = positions(n)
+    return (key - query - 500).abs() * -1e4
+
+
+def zeros(m: Layer, n: int) -> Tensor:
+    return torch.zeros(1, 1, 1, 1)
+
+
+def t5_bias(m: Layer, n: int) -> Tensor:
+    """A trained bias by distance, and a mask of the lowest number."""
+    query, key = positions(n)
+    bias = m.weight[(query - key).clamp(0, 31)]
+    return bias + torch.full((n, n), LOWEST).triu(1)
+
+
+def additive(low: float) -> Mask:
+    """`(1 - m) * low`, as BERT's and its children's."""
+    return lambda m, n: (1.0 - left_padded(m, n).to(m.weight.dtype)) * low
+
+
+ADDED: dict[str, Mask] = {
+    mask.__name__: mask for mask in (alibi, distances, zeros, t5_bias)
+} | {f"left_padded*{low:.1g}": additive(low) for low in (-1e4, -1e9, LOWEST)}
+"""Masks of numbers, which are added to scores."""
 
 # -- with a mask of bools, and a number for what is hidden ----------------------------
 
+FILLS = {"inf": -math.inf, "1e9": -1e9, "1e4": -1e4, "min": LOWEST}
 
-def nano_gpt(mask: Mask, low: float | None) -> Attend:
+
+def nano_gpt(mask: Mask, low: float) -> Attend:
     def attend(m: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
-        scores = scores.masked_fill(
-            mask(m, q.size(2)).logical_not(), filling(low, scores)
-        )
+        scores = scores.masked_fill(mask(m, q.size(2)).logical_not(), low)
         return m.drop(F.softmax(scores, dim=-1)) @ v
 
     return attend
 
 
-def gpt2(mask: Mask, low: float | None) -> Attend:
+def gpt2(mask: Mask, low: float) -> Attend:
     def attend(m: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = torch.matmul(q, k.transpose(-1, -2))
         scores = scores / torch.full([], v.size(-1) ** 0.5, dtype=scores.dtype)
-        hidden = torch.full([], filling(low, scores), dtype=scores.dtype)
+        fill = max(low, torch.finfo(scores.dtype).min)
+        hidden = torch.full([], fill, dtype=scores.dtype)
         scores = torch.where(mask(m, q.size(-2)), scores.to(scores.dtype), hidden)
         weights = F.softmax(scores, dim=-1).type(v.dtype)
         return torch.matmul(m.drop(weights), v)
@@ -47,17 +112,7 @@ def gpt2(mask: Mask, low: float | None) -> Attend:
     return attend
 
 
-def x_transformers(mask: Mask, low: float | None) -> Attend:
-    def attend(m: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        similar = torch.einsum("b h i d, b h j d -> b h i j", q, k) * SIZE**-0.5
-        similar = similar.masked_fill(~mask(m, q.shape[2]), filling(low, similar))
-        weights = similar.softmax(dim=-1)
-        return torch.einsum("b h i j, b h j d -> b h i d", weights, v)
-
-    return attend
-
-
-def megatron(mask: Mask, low: float | None) -> Attend:
+def megatron(mask: Mask, low: float) -> Attend:
     """Scaled by `baddbmm`, the largest score subtracted by hand, in place."""
 
     def attend(m: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -66,7 +121,7 @@ def megatron(mask: Mask, low: float | None) -> Attend:
         empty = torch.zeros(b * HEADS, n, n, dtype=q.dtype)
         scores = torch.baddbmm(empty, q, k.mT, beta=0.0, alpha=SIZE**-0.5)
         scores = scores.view(b, HEADS, n, n)
-        scores = scores.masked_fill_(~mask(m, n), filling(low, scores))
+        scores = scores.masked_fill_(~mask(m, n), low)
         powers = torch.exp(scores - scores.max(-1, keepdim=True).values)
         weights = powers / powers.sum(-1, keepdim=True)
         return torch.bmm(weights.view(b * HEADS, n, n), v).view(b, HEADS, n, SIZE)
@@ -82,15 +137,6 @@ def bert(mask: Mask) -> Attend:
         scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(SIZE)
         weights = torch.nn.functional.softmax(scores + mask(m, q.size(2)), dim=-1)
         return torch.matmul(m.drop(weights), v)
-
-    return attend
-
-
-def llama(mask: Mask) -> Attend:
-    def attend(m: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = torch.matmul(q, k.transpose(2, 3)) * SIZE**-0.5 + mask(m, q.size(2))
-        weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-        return torch.matmul(weights, v)
 
     return attend
 
@@ -118,20 +164,6 @@ def opt(mask: Mask) -> Attend:
     return attend
 
 
-def gemma(mask: Mask) -> Attend:
-    """Scores are capped by tanh before the mask is added."""
-
-    def attend(m: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = torch.matmul(q, k.transpose(2, 3)) * SIZE**-0.5
-        scores = torch.tanh(scores / 50.0) * 50.0 + mask(m, q.size(2))
-        return torch.matmul(F.softmax(scores, -1, dtype=torch.float32).to(q.dtype), v)
-
-    return attend
-
-
-# -- torch's own, with a mask ---------------------------------------------------------
-
-
 def sdpa(mask: Mask) -> Attend:
     def attend(m: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         given = mask(m, q.size(2))
@@ -156,19 +188,6 @@ def whisper(m: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.softmax(scores, dim=-1).to(q.dtype) @ v
 
 
-def xformers(m: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q / SIZE**0.5, k)
-    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).transpose(1, 2)
-
-
-def whole_exp(m: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """llama2.c-like: the softmax written out, with an epsilon in the sum."""
-    scores = q @ k.transpose(-2, -1) / math.sqrt(SIZE)
-    powers = torch.exp(scores - scores.amax(-1, keepdim=True))
-    return (powers / (powers.sum(-1, keepdim=True) + 1e-9)) @ v
-
-
 def normed_keys(m: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Cosine attention, as Swin v2 and ViT-22B have it."""
     scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * 10
@@ -181,30 +200,15 @@ def shared_keys(m: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.transpose(-2, -1) * SIZE**-0.5).softmax(-1) @ v
 
 
-def grouped(m: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Llama's repeat_kv."""
-    b, n = q.shape[0], q.shape[2]
-
-    def repeat(t: Tensor) -> Tensor:
-        return t[:, :2, None].expand(b, 2, 2, n, SIZE).reshape(b, HEADS, n, SIZE)
-
-    scores = torch.matmul(q, repeat(k).transpose(2, 3)) * SIZE**-0.5
-    return torch.matmul(F.softmax(scores, -1, dtype=torch.float32), repeat(v))
-
-
-FILLED = (nano_gpt, gpt2, x_transformers, megatron)
-SUMMED = (bert, llama, t5, opt, gemma)
-BARE = (timm, whisper, xformers, whole_exp, normed_keys, shared_keys)
-
-
 def spellings() -> dict[str, Spelling]:
     """Every spelling with every mask that it can take, by name."""
-    found: dict[str, Attend] = {way.__name__: way for way in (*BARE, grouped)}
-    for way in FILLED:
+    bare = (timm, whisper, normed_keys, shared_keys)
+    found: dict[str, Attend] = {way.__name__: way for way in bare}
+    for way in (nano_gpt, gpt2, megatron):
         for name, mask in SEEN.items():
             for fill, low in FILLS.items():
                 found[f"{way.__name__}/{name}/{fill}"] = way(mask, low)
-    for summed in SUMMED:
+    for summed in (bert, t5, opt):
         for name, mask in ADDED.items():
             found[f"{summed.__name__}/{name}"] = summed(mask)
     for name, mask in (SEEN | ADDED).items():

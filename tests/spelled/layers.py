@@ -12,7 +12,7 @@ from torch import Tensor, nn
 BATCH, WIDTH, HEADS = 2, 32, 4
 SIZE = WIDTH // HEADS
 LONGEST = 320
-"""No input has more tokens: buffers of masks are that large."""
+"""No input has more tokens: tables of angles are that large."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,6 @@ class Layer(nn.Module):
         self.weight = nn.Parameter(torch.ones(WIDTH))
         self.bias = nn.Parameter(torch.zeros(WIDTH))
         self.drop = nn.Dropout(0.0)
-        self.register_buffer("causal", torch.ones(LONGEST, LONGEST).tril()[None, None])
         self.register_buffer("slopes", 2.0 ** -torch.arange(1.0, HEADS + 1) * 2)
         angles = torch.outer(torch.arange(LONGEST), 0.1 ** (torch.arange(SIZE) / 4))
         self.register_buffer("cos", angles.cos())

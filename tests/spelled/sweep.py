@@ -8,15 +8,16 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from tests.spelled import activations, attention, layouts, norms
+from tests.spelled import attention, backwards, chains, layouts, rotary_embeddings
 from tests.spelled.data import CHANGES, COTANGENTS, LENGTHS, Situation
 from tests.spelled.layers import Spelling
 from tests.spelled.measure import Subject, Verdict, judged
 
 SPELLINGS: dict[str, Spelling] = {
     **attention.spellings(),
-    **norms.spellings(),
-    **activations.spellings(),
+    **chains.spellings(),
+    **backwards.spellings(),
+    **rotary_embeddings.spellings(),
     **layouts.spellings(),
 }
 
@@ -50,19 +51,18 @@ ISSUE: tuple[tuple[str, Situation], ...] = (
     ("attention/bert/distances", Situation()),
     ("attention/timm", Situation("sink")),
     ("attention/timm", Situation("sink_of_opposites")),
-    ("softmax/less 20, 1e-6", Situation()),
-    ("norm/rms_outside", Situation("rows_of_zeros")),
-    ("norm/rms_outside", Situation("rows_of_little")),
+    ("chain/softmax less 20", Situation()),
+    ("chain/rms outside", Situation("rows_of_zeros")),
+    ("chain/rms outside", Situation("rows_of_little")),
     ("custom/times itself", Situation()),
     ("custom/averaged over all", Situation()),
     ("custom/softmax", Situation()),
-    ("custom/cubed", Situation()),
     ("layout/every other", Situation()),
     ("layout/transposed", Situation()),
     ("attention/timm", Situation("scale 3000")),
     ("attention/timm", Situation("scale 10000")),
-    ("norm/bert_norm", Situation("plain", 64)),
-    ("norm/bert_norm", Situation("plain", 100)),
+    ("chain/layer_norm", Situation("plain", 64)),
+    ("chain/layer_norm", Situation("plain", 100)),
     ("attention/timm", Situation("key_bias")),
     ("rotary/raw_view", Situation()),
 )

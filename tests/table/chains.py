@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.spelled.activations import C, gelu_new
+from tests.spelled.chains import C, gelu_new
 from tests.table.rows import linear, row
 
 WIDTH = 32

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.spelled.activations import halves, pairs
+from tests.spelled.rotary_embeddings import halves, pairs
 from tests.table.rows import linear, row
 
 HEADS, SIZE, LENGTH, WIDTH = 2, 16, 24, 32

@@ -6,7 +6,6 @@ How true their numbers are is held against float64 and autocast in test_spelled.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn import functional as F
 
 import autoamp
 from autoamp.passes.kernels.table import KERNEL_NAMES
@@ -23,214 +21,18 @@ from tests.metrics import relative_error
 from tests.passes.kernels.door import KERNELS, chains_in, recognised
 from tests.says import says
 from tests.small_models import Of
-from tests.spelled.activations import C, gelu_fast, gelu_new
-
-WIDTH = 32
-
-
-def mean(x: Tensor) -> Tensor:
-    return x.mean(-1, keepdim=True)
-
-
-def total(x: Tensor) -> Tensor:
-    return x.sum(-1, keepdim=True)
-
-
-def squares(x: Tensor) -> Tensor:
-    return mean(x.square())
-
-
-def variance(x: Tensor) -> Tensor:
-    return x.var(-1, keepdim=True, unbiased=False)
-
-
-def moved(x: Tensor) -> Tensor:
-    return x - mean(x)
-
-
-def standard(x: Tensor, eps: float = 1e-5) -> Tensor:
-    return moved(x) / torch.sqrt(moved(x).pow(2).mean(-1, keepdim=True) + eps)
-
-
-def exps(x: Tensor) -> Tensor:
-    return torch.exp(less_its_maximum(x))
-
-
-def less_its_maximum(x: Tensor) -> Tensor:
-    return x - x.amax(-1, keepdim=True)
-
-
-def rms(x: Tensor, eps: float = 1e-6) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-
-
-def softmax(x: Tensor) -> Tensor:
-    return torch.exp(x) / total(torch.exp(x))
-
-
-def log_sum(x: Tensor) -> Tensor:
-    return torch.logsumexp(x, -1, keepdim=True)
-
-
-def by_tanh(x: Tensor, inner: Tensor) -> Tensor:
-    return 0.5 * x * (1 + torch.tanh(inner))
-
-
-def by_erf(x: Tensor, inner: Tensor) -> Tensor:
-    return x * 0.5 * (1.0 + torch.erf(inner))
-
-
-def rounded(x: Tensor) -> Tensor:
-    """To whole numbers, by a number so large that fp32 has no fractions beside it."""
-    return (x + 1.5 * 2**23) - 1.5 * 2**23
-
-
-def cubic(x: Tensor, by: float = 0.044715) -> Tensor:
-    return x + by * x**3
-
-
-Function = Callable[..., Tensor]
-
-BY_KERNEL: dict[str, dict[str, Function]] = {
-    "gelu_tanh": {
-        "gelu_new": gelu_new,
-        "gelu_fast": gelu_fast,
-        # BLOOM's and Megatron's, with a constant of eight digits
-        "gelu_bloom": lambda x: by_tanh(x, 0.79788456 * x * (1 + 0.044715 * x * x)),
-        "gelu_by_sigmoid": lambda x: x * torch.sigmoid(2 * C * cubic(x)),
-    },
-    "gelu": {
-        "gelu_erf": lambda x: by_erf(x, x / math.sqrt(2.0)),
-        "gelu_erf_last": lambda x: (torch.erf(x * 2**-0.5) + 1) * x / 2,
-        "gelu_eight_digits": lambda x: by_erf(x, 0.70710678 * x),
-    },
-    "silu": {
-        "swish": lambda x: x * torch.sigmoid(x),
-        "swish_by_exp": lambda x: x / (1 + torch.exp(-x)),
-        "swish_by_reciprocal": lambda x: x * (1 + (-x).exp()).reciprocal(),
-    },
-    "mish": {
-        "mish": lambda x: x * torch.tanh(F.softplus(x)),
-    },
-    "softmax": {
-        "softmax": softmax,
-        "softmax_by_logsumexp": lambda x: torch.exp(x - log_sum(x)),
-    },
-    "log_softmax": {
-        "log_softmax": lambda x: x - log_sum(x),
-        "log_softmax_by_sum": lambda x: x - total(torch.exp(x)).log(),
-    },
-    "layer_norm": {
-        "layer_norm": lambda x, w, b: w * standard(x) + b,
-        "layer_norm_var": lambda x, w, b: (
-            moved(x) * torch.rsqrt(variance(x) + 1e-12) * w + b
-        ),
-        "layer_norm_power": lambda x, w: (
-            w * moved(x) * mean(moved(x) ** 2).add(1e-6) ** -0.5
-        ),
-        "layer_norm_by_correction": lambda x, w, b: (
-            moved(x) / (torch.var(x, -1, correction=0, keepdim=True) + 1e-5) ** 0.5 * w
-            + b
-        ),
-    },
-    "rms_norm": {
-        # Llama's and T5's norms
-        "rms_llama": lambda x, w: w * rms(x.float()).to(torch.float32),
-        # Gemma's: the weight is around 0
-        "rms_gemma": lambda x, w: rms(x.float()) * (1.0 + w.float()),
-        "rms_by_division": lambda x, w: w * x / torch.sqrt(mean(x * x) + 1e-5),
-        "rms_by_power": lambda x: x * (squares(x) + 1e-6).pow(-0.5),
-        "rms_mamba": lambda x, w: x * (1 / torch.sqrt(squares(x) + 1e-5)) * w,
-        "rms_epsilon_of_fp32": lambda x, w: rms(x, torch.finfo(torch.float32).eps) * w,
-        "rms_without_epsilon": lambda x: x / torch.sqrt(mean(x * x)),
-    },
-}
-"""How libraries write what torch has one kernel for."""
-
-SPELLINGS: dict[str, tuple[str, Function]] = {
-    name: (kernel, function)
-    for kernel, functions in BY_KERNEL.items()
-    for name, function in functions.items()
-}
-
-OTHERS: dict[str, Function] = {
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "half a gelu": lambda x: x * (1 + torch.tanh(C * cubic(x))),
-    "std unbiased": lambda x, w, b: w * moved(x) / (x.std(-1, keepdim=True) + 1e-6) + b,
-    "another dimension": lambda x: (
-        x * torch.rsqrt(x.square().mean(-2, keepdim=True) + 1e-6)
-    ),
-    "softmax of another dimension": lambda x: (
-        torch.exp(x) / torch.exp(x).sum(1, keepdim=True)
-    ),
-    "softmax off by one": lambda x: torch.exp(x) / (1 + total(torch.exp(x))),
-    "limited": lambda x: rms(x.clamp(-3, 3)),
-    "weight twice": lambda x, w: w * (w * rms(x)),
-    # epsilons that are no kernel's
-    "softmax and an epsilon": lambda x: exps(x) / (total(exps(x)) + 1e-6),
-    "softmax and a small epsilon": lambda x: exps(x) / (total(exps(x)) + 1e-30),
-    "softmax above an epsilon": lambda x: exps(x) / total(exps(x)) + 1e-30,
-    "log_softmax and an epsilon": lambda x: x - torch.log(total(torch.exp(x)) + 1e-12),
-    "rms and a small epsilon": lambda x: x / (torch.sqrt(squares(x)) + 1e-13),
-    "rms epsilon before the square": lambda x: x * torch.rsqrt(squares(x + 1e-12)),
-    "norm of a negative epsilon": lambda x: rms(x, -1e-12),
-    "layer_norm and an epsilon": lambda x: standard(x, 0.0) + 1e-13,
-    "layer_norm epsilon outside": lambda x: moved(x) / (variance(x).sqrt() + 1e-12),
-    # constants that are another number
-    "gelu of one digit": lambda x: by_tanh(x, 0.8 * cubic(x)),
-    "gelu of five digits": lambda x: by_tanh(x, 0.79788 * cubic(x)),
-    "gelu of another cubic": lambda x: by_tanh(x, C * cubic(x, 0.0447149)),
-    "gelu of another root": lambda x: by_erf(x, x / 1.4142),
-    "gelu squared": lambda x: by_erf(x, x * x / math.sqrt(2)),
-    "swish of almost one": lambda x: x * torch.sigmoid(x * (1 + 2**-23)),
-    "swish squared": lambda x: x * x * torch.sigmoid(x),
-    "swish of another sign": lambda x: x * torch.sigmoid(-x),
-    "swish of rounded numbers": lambda x: rounded(x) * torch.sigmoid(rounded(x)),
-    "swish off by one": lambda x: x / (1.0000002 + torch.exp(-x)),
-    "mish of half": lambda x: x * torch.tanh(F.softplus(x, beta=0.5)),
-    "mish of a threshold": lambda x: x * torch.tanh(F.softplus(x, threshold=8)),
-    # sums of something else
-    "softmax of two shifts": lambda x: torch.exp(x - 1) / total(torch.exp(x - 2)),
-    "softmax of temperatures": lambda x: torch.exp(x) / total(torch.exp(x * 2)),
-    "softmax squared": lambda x: torch.exp(x) / total(torch.exp(x)).square(),
-    "mean of exps": lambda x: torch.exp(x) / mean(torch.exp(x)),
-    "log_softmax of twice": lambda x: x - log_sum(2 * x),
-    "log_softmax of half the sum": lambda x: x - log_sum(x) / 2,
-    "layer_norm of roots": lambda x: (
-        moved(x).sqrt().square() / (variance(x) + 1e-5).sqrt()
-    ),
-    "layer_norm moved once": lambda x: moved(x) * torch.rsqrt(squares(x) + 1e-5),
-    "layer_norm moved below": lambda x: x / standard(x, 1e-5) * moved(x),
-    "rms of a sum": lambda x: x * torch.rsqrt(total(x.square()) + 1e-6),
-    "rms of one too few": lambda x: (
-        x * torch.rsqrt(total(x.square()) / (WIDTH - 1) + 1e-6)
-    ),
-    "rms of a fourth power": lambda x: x * torch.rsqrt(mean(x.pow(4)) + 1e-6),
-    "rms to another power": lambda x: x * (squares(x) + 1e-6).pow(-0.25),
-    "rms of two epsilons": lambda x: rms(x, 1e-6) + rms(x, 1e-5),
-    "rms times two": lambda x: 2 * rms(x),
-    "rms and weight added": lambda x, w: rms(x) + w,
-    "rms, a mean of a mean": lambda x: (
-        x * torch.rsqrt(total(squares(x)) * WIDTH + 1e-6)
-    ),
-    # a norm for real numbers, but in fp32 the kernel overflows where this does not
-    "rms of scaled rows": lambda x: (
-        (x / x.amax(-1, True)) * torch.rsqrt(squares(x / x.amax(-1, True)))
-    ),
-}
-"""Functions that look like kernels and are none, from their first op to the last."""
-
-RARE: dict[str, Function] = {
-    "gelu by odd erf": lambda x: x * 0.5 * (1.0 - torch.erf(-x / 2**0.5)),
-    "gelu of two terms": lambda x: 0.5 * (x + x * torch.erf(x / math.sqrt(2))),
-    "swish by tanh": lambda x: by_tanh(x, 0.5 * x),
-    "mish by log1p": lambda x: x * torch.tanh(torch.log1p(torch.exp(x))),
-    "variance by squares": lambda x: (
-        moved(x) / (squares(x) - mean(x).square() + 1e-5).sqrt()
-    ),
-    "rms by length": lambda x: x / (total(x.pow(2)) + WIDTH * 1e-6).sqrt() * WIDTH**0.5,
-}
-"""Kernels in spellings that no library uses: the calls stay as they are."""
+from tests.spelled.chains import (
+    BY_KERNEL,
+    NEAR,
+    SPELLINGS,
+    WRITTEN,
+    C,
+    by_tanh,
+    cubic,
+    gelu_new,
+    standard,
+)
+from tests.spelled.layers import WIDTH
 
 
 def tensors(function: Callable[..., Tensor], ndim: int = 3) -> list[Tensor]:
@@ -267,9 +69,9 @@ def test_a_chain_is_recognised_however_it_is_spelled(spelling: str, ndim: int) -
     assert whole(traced(function, *given)) == (name if is_clear else "")
 
 
-@pytest.mark.parametrize("name", [*OTHERS, *RARE])
+@pytest.mark.parametrize("name", WRITTEN | NEAR)
 def test_another_function_is_no_kernel(name: str) -> None:
-    function = {**OTHERS, **RARE}[name]
+    function = (WRITTEN | NEAR)[name]
     assert whole(traced(function, *tensors(function))) == ""
 
 

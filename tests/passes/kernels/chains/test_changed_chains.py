@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tests.passes.kernels.chains.test_chains import SPELLINGS, WIDTH, tensors, traced
+from tests.passes.kernels.chains.test_chains import tensors, traced
 from tests.passes.kernels.door import Recognised, chains_in, recognised
+from tests.spelled.chains import SPELLINGS
+from tests.spelled.layers import WIDTH
 
 SAMPLES = 400
 ATEN = torch.ops.aten

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from tests.passes.kernels.door import function_recognised
-from tests.spelled.activations import BACKWARDS
+from tests.spelled.backwards import BACKWARDS
 
 C = math.sqrt(2 / math.pi)
 
@@ -99,15 +99,10 @@ def test_a_backward_that_no_library_writes_is_left_alone() -> None:
 HOSTILE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     **{name: back for name, back in BACKWARDS.items() if name != "right"},
     "divided by itself": lambda x, g: g * g / g.square().sqrt() * swish_slope(x),
-    "limited far out": lambda x, g: g.clamp(-1e30, 1e30) * swish_slope(x),
-    "a hair larger": lambda x, g: g * 1.0000002 * swish_slope(x),
     "with a cubic": lambda x, g: (g + 1e-20 * g * g * g) * swish_slope(x),
+    "a hair larger": lambda x, g: g * 1.0000002 * swish_slope(x),
     "of another point": lambda x, g: g * swish_slope(x + 1e-6),
-    "nothing": lambda x, g: g * 0.0,
-    "masked": lambda x, g: torch.where(x < 1e9, g, g * 2) * swish_slope(x),
-    "rounded": lambda x, g: (g * 64).round() / 64 * swish_slope(x),
     "written": lambda x, g: g.mul_(1.0) * swish_slope(x),
-    "sorted": lambda x, g: g.sort(-1)[0] * swish_slope(x),
     "turned": lambda x, g: g.t().t() * swish_slope(x),
     "widened": lambda x, g: g.double() * swish_slope(x),
     "drawn": lambda x, g: torch.dropout(g, 0.0, True) * swish_slope(x),

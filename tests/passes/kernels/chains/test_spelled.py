@@ -1,6 +1,6 @@
 """Layers as libraries write them, on hostile data: at least as true as autocast.
 
-A sample; tests/conformance/test_spelled.py has as many as one likes.
+The first of those that tests/conformance/test_spelled.py tries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 SAMPLED = 60
 USUAL = [name for name, spelling in sweep.SPELLINGS.items() if spelling.kernel]
-RIGHT = ("custom/right", "softmax/largest", "norm/t5_norm", "attention/gpt2/prefix/min")
+RIGHT = (
+    "custom/right",
+    "chain/softmax_less_its_maximum",
+    "chain/rms_t5",
+    "attention/gpt2/prefix/min",
+)
 
 
 def check(case: sweep.Case) -> None:
@@ -34,7 +39,7 @@ def test_what_was_found_to_be_wrong_is_right(case: sweep.Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("case", sweep.sampled(SAMPLED, seed=37), ids=str)
+@pytest.mark.parametrize("case", sweep.sampled(SAMPLED), ids=str)
 def test_a_spelling_is_as_true_as_under_autocast(case: sweep.Case) -> None:
     check(case)
 

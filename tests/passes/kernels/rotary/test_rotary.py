@@ -17,7 +17,7 @@ from tests.metrics import relative_error
 from tests.passes.kernels.door import rotary
 from tests.says import says
 from tests.small_models import Of, converted
-from tests.spelled.activations import halves, pairs
+from tests.spelled.rotary_embeddings import halves, pairs
 from tests.table.rotary import LENGTH, WIDTH, by_llama
 from tests.table.rows import ROWS
 
