@@ -15,7 +15,7 @@ from autoamp import compat
 from autoamp.dtypes import Precision, parse_low_dtype
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.messages import class_name, log_once
-from autoamp.passes.given import rewrite_given
+from autoamp.passes.given_graph import rewrite_given
 from autoamp.passes.options import (
     Backend,
     Objective,
@@ -41,7 +41,7 @@ from autoamp.tools.export_files import load as load_file
 from autoamp.tools.export_program import Call
 from autoamp.tools.export_targets import TargetName
 from autoamp.tools.find_overflow import Overflow, find_overflow_model
-from autoamp.training import foreign
+from autoamp.training import foreign_engines
 from autoamp.training.boundary import params_of
 from autoamp.training.options import (
     NOT_OF_REWRITE,
@@ -388,7 +388,7 @@ def _checked_optimizers(optimizer: Any, model: Any) -> list[torch.optim.Optimize
         name = type(each).__name__
         # The optimizer of an engine may be no `torch.optim.Optimizer`: the reason comes
         # before the type.
-        engine = foreign.engine_of_optimizer(each)
+        engine = foreign_engines.engine_of_optimizer(each)
         if engine:
             raise OptionError(f"optimizer={name} cannot be taken. {engine}")
         if not isinstance(each, torch.optim.Optimizer):

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoamp.messages import counted, printable_line
-from autoamp.passes.rows import CastRow, OpRow
+from autoamp.passes.report_rows import CastRow, OpRow
 from autoamp.passes.saved_reports import Change, Diff
 
 _Rows = tuple[str, Sequence[Any], Sequence[str], Callable[[Any], Sequence[str]]]

@@ -30,7 +30,7 @@ from autoamp.runtime.convert import convert_model, revert_model
 from autoamp.runtime.eligible import choose_precision, parameters_of
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.program import disabled
-from autoamp.training import foreign
+from autoamp.training import foreign_engines
 from autoamp.training.attach import guard_half, retire
 from autoamp.training.masters import has_half
 from autoamp_cold import ColdLine
@@ -281,7 +281,7 @@ class AutomaticMode:
                 logger.debug("autoamp: %s: %s", class_name(target), why_not)
                 return
             # Asked only now: a lone layer is seldom converted, and this is a search.
-            if engine := foreign.engine_around(target):
+            if engine := foreign_engines.engine_around(target):
                 self._leave(target, engine)
                 return
         try:

@@ -23,7 +23,7 @@ from autoamp.auto.mode import AutomaticMode
 from autoamp.messages import printable_line
 from autoamp.runtime.compile_backend import GraphBackend
 from autoamp.runtime.program import inside_a_call, under_compilation
-from autoamp.training import foreign
+from autoamp.training import foreign_engines
 from autoamp.training.attach import (
     after_update,
     before_unscaling,
@@ -212,7 +212,7 @@ def _is_plain(model: Any, backend: Any) -> bool:
         callable(model)
         and not isinstance(model, nn.Module)
         and not (isinstance(owner, nn.Module) and model.__name__ == "_call_impl")
-        and not foreign.is_of_an_engine(model)
+        and not foreign_engines.is_of_an_engine(model)
         and backend != "autoamp"
         and not isinstance(backend, GraphBackend)
     )

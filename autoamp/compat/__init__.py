@@ -25,8 +25,8 @@ from autoamp.compat.inductor import *
 from autoamp.compat.layers import *
 from autoamp.compat.limits import *
 from autoamp.compat.modes import *
+from autoamp.compat.module_paths import *
 from autoamp.compat.patches import *
-from autoamp.compat.places import *
 from autoamp.compat.running_trace import *
 from autoamp.compat.tensors import *
 from autoamp.compat.traced_calls import *

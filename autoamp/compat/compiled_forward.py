@@ -33,8 +33,8 @@ from autoamp.compat.limits import (
     guards_against,
     too_many_hooked,
 )
+from autoamp.compat.module_paths import Paths, guard_place, placed, root_frame
 from autoamp.compat.patches import dynamo_patched
-from autoamp.compat.places import Paths, guard_place, placed, root_frame
 from autoamp.compat.tensors import failure_on, wrappers_in
 
 _FORBIDDEN = "using FX to symbolically trace"

@@ -30,7 +30,7 @@ from autoamp.compat.custom_functions import (
 )
 from autoamp.compat.frames import methods_modules, quietly
 from autoamp.compat.layers import recurrent_results
-from autoamp.compat.places import paths_in, rooted
+from autoamp.compat.module_paths import paths_in, rooted
 from autoamp.compat.tensors import modules_of, parameters_here
 from autoamp.compat.tracing import ENTER_AUTOCAST, EXIT_AUTOCAST
 from autoamp.dtypes import LOW_DTYPES

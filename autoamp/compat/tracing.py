@@ -19,7 +19,7 @@ from torch.fx import _lazy_graph_module as lazy
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autoamp.compat.places import source_name
+from autoamp.compat.module_paths import source_name
 
 
 def new_fake_mode(*, symbolic: bool = True) -> FakeTensorMode:

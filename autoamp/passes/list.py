@@ -35,7 +35,7 @@ The passes that *see* (2, 3) and *decide* (4 to 6) put no cast into the graph; t
 that *write* (7) do; those that *prepare* (8 to 11) make the graph ready for its caller.
 A pass says how it changes rounding, and most passes leave every number as it is.  After
 each pass that edits the graph two checks run, by code that shares nothing with the
-pass: the pass's own (`checks.py`), and what no pass may do (`passes/check/always.py`).
+pass: the pass's own (`checks.py`), and what no pass may do (`invariants.py`).
 
 The categories are those of TensorFlow's `auto_mixed_precision.cc`; the cut (5, 6)
 stands where that pass paints its graph from op to op.
@@ -53,14 +53,14 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.passes.check import changes
+from autoamp.passes.check import allowed_changes
 from autoamp.passes.check.checks import Checks, differs_only
 from autoamp.passes.decide.assign import assign
 from autoamp.passes.decide.classify import classify
 from autoamp.passes.decide.cost import as_authors_ask, price_graph
 from autoamp.passes.decide.devices import Device, main_device
 from autoamp.passes.functions.attention import attention, attention_at, traced_attention
-from autoamp.passes.functions.convolutions import depthwise_at
+from autoamp.passes.functions.depthwise import depthwise_at
 from autoamp.passes.functions.norms import norm_at
 from autoamp.passes.graph_record import Rewritten
 from autoamp.passes.kernels.chains import softmax_at
@@ -76,7 +76,6 @@ from autoamp.passes.kernels.table import (
 from autoamp.passes.options import PassOptions
 from autoamp.passes.see.facts import collect_facts
 from autoamp.passes.speeds.speeds import device_for
-from autoamp.passes.write.accumulators import with_sums, with_weight_gradients
 from autoamp.passes.write.bindings import with_bindings
 from autoamp.passes.write.casts import insert_casts
 from autoamp.passes.write.copied import clean_up, with_targets
@@ -86,10 +85,11 @@ from autoamp.passes.write.dtensor_calls import (
     with_mesh_calls,
 )
 from autoamp.passes.write.for_compilers import for_compilers
+from autoamp.passes.write.fp32_sums import with_sums, with_weight_gradients
+from autoamp.passes.write.grouped_weight_casts import with_uses_together
 from autoamp.passes.write.hoist_weight_casts import folded_in, hoist_weight_casts
 from autoamp.passes.write.layouts import FORMATS, choose_layouts, convolved, lay_out
 from autoamp.passes.write.scale_edge import scale_edge
-from autoamp.passes.write.together import with_uses_together
 from autoamp.passes.write.unbind import with_unbind
 
 
@@ -386,7 +386,7 @@ PASSES = (
     Pass(
         _calls_once,
         _SEE,
-        differs_only(changes.MADE_ONCE),
+        differs_only(allowed_changes.MADE_ONCE),
         without="values are handed to the mesh for each reader",
     ),
     # Every later pass of this part reads these facts, so no call may change from here
@@ -411,7 +411,7 @@ PASSES = (
     Pass(
         _gathers,
         _PREPARE,
-        differs_only(changes.GATHERS),
+        differs_only(allowed_changes.GATHERS),
         without="DTensors are gathered in fp32 and cast then",
     ),
     Pass(
@@ -496,7 +496,7 @@ PASSES = (
     Pass(
         _together,
         _PREPARE,
-        differs_only(changes.TOGETHER),
+        differs_only(allowed_changes.TOGETHER),
         without="the gradient of each of its weights is cast by itself",
         needs_memory=True,
     ),

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.errors import OptionError
 from autoamp.messages import printable_line
-from autoamp.passes.rows import (
+from autoamp.passes.report_rows import (
     FP32,
     SCHEMA,
     VERSION,

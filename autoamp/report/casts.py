@@ -30,7 +30,7 @@ from autoamp.passes.functions import (
     unscaled_weights,
 )
 from autoamp.passes.functions.rotary import rotary
-from autoamp.passes.rows import CastRow, Section
+from autoamp.passes.report_rows import CastRow, Section
 from autoamp.passes.see.facts import Facts
 from autoamp.passes.see.nodes import tensors_of
 from autoamp.passes.write.emitted import CAST_KIND, TOGETHER, USES, WEIGHT_PATH

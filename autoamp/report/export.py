@@ -16,7 +16,7 @@ from torch import fx
 from autoamp.dtypes import LOW_DTYPES, short_name
 from autoamp.messages import attempt, portable, portable_place
 from autoamp.passes.decide.devices import NEUTRAL, figures_of
-from autoamp.passes.rows import (
+from autoamp.passes.report_rows import (
     FP32,
     SCHEMA,
     VERSION,

@@ -30,7 +30,7 @@ from autoamp.passes.decide.devices import NEUTRAL
 from autoamp.passes.decide.flops import flops_of
 from autoamp.passes.decide.policies import POLICIES
 from autoamp.passes.graph_record import Rewritten
-from autoamp.passes.rows import (
+from autoamp.passes.report_rows import (
     AUTOCAST,
     OURS,
     CastRow,

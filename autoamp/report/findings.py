@@ -19,7 +19,7 @@ from autoamp.messages import (
     seconds_text,
 )
 from autoamp.passes.functions import laid_out
-from autoamp.passes.rows import OpRow
+from autoamp.passes.report_rows import OpRow
 from autoamp.passes.write.layouts import LAST
 from autoamp.report.casts import compiled_text, counts_text
 from autoamp.report.figures import (

@@ -13,9 +13,9 @@ from autoamp.report.figures import LossScaleReport, Range, coverage_of, ranges_o
 from autoamp.report.report import Report
 from autoamp.runtime.conversion import conversion_of
 from autoamp.runtime.conversion_record import Record
-from autoamp.training import halves
+from autoamp.training import half_models
 from autoamp.training.meter import shares_of
-from autoamp.training.scaling import ModelScaling
+from autoamp.training.model_scaling import ModelScaling
 
 _PLAIN = ("the model", "autoamp.convert was not called on it")
 """The reason in the report of a model whose updates alone are measured."""
@@ -64,7 +64,7 @@ def report_on(model: nn.Module) -> Report | None:
     if state is not None and state.engine is not None:
         return report_of(state.engine.record, model)
     skipped = [_PLAIN] if state is None else [(s.what, s.why) for s in state.skipped]
-    guard = halves.guards(compat.inside_wrappers(model))
+    guard = half_models.guards(compat.inside_wrappers(model))
     scale = None if guard is None else loss_scale_of(guard)
     return Report(class_name(model), (), (), skipped, loss_scale=scale, updates=updates)
 

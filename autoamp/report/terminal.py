@@ -30,7 +30,7 @@ from autoamp.messages import (
     seconds_text,
     shorten,
 )
-from autoamp.passes.rows import CastRow, Costs, OpRow, Section
+from autoamp.passes.report_rows import CastRow, Costs, OpRow, Section
 from autoamp.report.casts import compiled_text, counts_text, unrounded
 from autoamp.report.figures import (
     Coverage,

@@ -20,7 +20,7 @@ from autoamp.passes.decide.mincut import (
 from autoamp.passes.decide.problem import held, promised_casts
 from autoamp.passes.decide.verdict import CEILING
 from autoamp.passes.graph_record import Rewritten
-from autoamp.passes.rows import FP32, CastRow, OpRow, Section, allow_in_fp32
+from autoamp.passes.report_rows import FP32, CastRow, OpRow, Section, allow_in_fp32
 from autoamp.passes.see.facts import FP32 as READ_IN_FP32
 from autoamp.passes.write.layouts import LAST
 from autoamp.report.figures import amount

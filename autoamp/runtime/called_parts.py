@@ -36,7 +36,7 @@ from autoamp.runtime.conversion import (
 from autoamp.runtime.eligible import parameters_of
 from autoamp.runtime.entry import Entry
 from autoamp.runtime.program import STATE, THREAD, inside_a_call, inside_captured_code
-from autoamp.training import foreign
+from autoamp.training import foreign_engines
 from autoamp_heat import is_no_model
 
 
@@ -72,7 +72,7 @@ def choose(module: nn.Module) -> Choice:
         return Choice()
     # A lone layer is not searched for: a script may call thousands of them.
     alone = _is_lone_layer(target)
-    engine = foreign.engine_of(target, around=not alone)
+    engine = foreign_engines.engine_of(target, around=not alone)
     if engine:
         return Choice(left_to=engine)
     if _replaces_itself(target):

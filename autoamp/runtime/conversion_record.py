@@ -17,8 +17,8 @@ from autoamp.messages import (
     printable_line,
 )
 from autoamp.passes.graph_record import Rewritten
-from autoamp.runtime.graph import Graph
-from autoamp.training.scaling import ModelScaling
+from autoamp.runtime.captured_graph import Graph
+from autoamp.training.model_scaling import ModelScaling
 from autoamp_said import logger_of
 
 logger = logger_of(__name__)

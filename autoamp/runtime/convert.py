@@ -47,7 +47,7 @@ from autoamp.runtime.eligible import (
 )
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.entry import Entry
-from autoamp.runtime.kept import capture_now
+from autoamp.runtime.module_state import capture_now
 from autoamp.runtime.program import STATE
 from autoamp.training.attach import (
     attached,
@@ -59,9 +59,9 @@ from autoamp.training.attach import (
     unguard_half,
 )
 from autoamp.training.masters import has_half
+from autoamp.training.model_scaling import ModelScaling
 from autoamp.training.options import Options
 from autoamp.training.scale import LossScale, NoLossScale, resolve_loss_scale
-from autoamp.training.scaling import ModelScaling
 from autoamp.training.shards import SHARDED
 from autoamp.training.uncalled import expect_calls
 from autoamp.training.weight_copies import own_loaded_weights

@@ -25,7 +25,7 @@ from autoamp.passes.decide.devices import (
     named_device,
 )
 from autoamp.passes.options import PassOptions
-from autoamp.training import foreign
+from autoamp.training import foreign_engines
 from autoamp.training.options import Options
 
 NAME_IT = (
@@ -76,7 +76,7 @@ def unsupported(model: Any, *, around: bool = False) -> str | None:
             "call to capture; give it a forward that computes"
         )
     # The engine around a model is searched for among all objects, and comes last.
-    engine = foreign.engine_of(model, around=around)
+    engine = foreign_engines.engine_of(model, around=around)
     return f"{name} cannot be converted. {engine}" if engine else None
 
 

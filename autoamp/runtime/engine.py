@@ -20,7 +20,7 @@ from autoamp import compat
 from autoamp.dtypes import needs_loss_scale
 from autoamp.errors import AutoampError
 from autoamp.messages import log_once
-from autoamp.passes.check.held import hold_first_run
+from autoamp.passes.check.promised_dtypes import hold_first_run
 from autoamp.passes.decide.devices import Device
 from autoamp.passes.decide.pins import kept_by
 from autoamp.passes.graph_record import Prepared, Setting
@@ -28,8 +28,7 @@ from autoamp.passes.node_by_node import runs_every_op
 from autoamp.passes.run import as_it_is, prepare
 from autoamp.passes.see.dtensors_as_whole import DTENSORS, NESTED, kind_of_tensors
 from autoamp.passes.see.regions import switches_on
-from autoamp.runtime.conversion_record import Record
-from autoamp.runtime.graph import (
+from autoamp.runtime.captured_graph import (
     Graph,
     Local,
     autocast_region,
@@ -40,6 +39,7 @@ from autoamp.runtime.graph import (
     undone,
     unscaled,
 )
+from autoamp.runtime.conversion_record import Record
 from autoamp.training.buffers import Written
 from autoamp.training.options import Options
 from autoamp.training.weight_copies import MeshedCopies, WeightCopies

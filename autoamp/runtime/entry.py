@@ -21,12 +21,18 @@ from torch import nn
 from autoamp import compat
 from autoamp.errors import CaptureError
 from autoamp.messages import log_once, signs_of_life
-from autoamp.runtime.aside import (
+from autoamp.runtime.autocast_fallback import (
     TRANSFORMED,
     Aside,
     Rest,
     captured_often,
     why_no_graph,
+)
+from autoamp.runtime.captured_graph import (
+    all_widened,
+    autocast_for,
+    fp32_results,
+    unscaled_dtype,
 )
 from autoamp.runtime.compile_backend import (
     AS_WRITTEN,
@@ -38,12 +44,6 @@ from autoamp.runtime.compile_backend import (
 from autoamp.runtime.conversion_record import announce, tell_progress
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.forward import plain_function
-from autoamp.runtime.graph import (
-    all_widened,
-    autocast_for,
-    fp32_results,
-    unscaled_dtype,
-)
 from autoamp.runtime.program import (
     THREAD,
     Program,

@@ -26,6 +26,7 @@ from autoamp.passes.options import PassOptions
 from autoamp.passes.run import as_it_is, rewrite_normalised
 from autoamp.passes.see.normalise import Normalised
 from autoamp.removed import OPTIONS as REMOVED
+from autoamp.runtime.captured_graph import Graph
 from autoamp.runtime.conversion import (
     conversion_of,
     install,
@@ -35,7 +36,6 @@ from autoamp.runtime.conversion_record import Record
 from autoamp.runtime.eligible import for_model, unsupported
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.entry import Entry
-from autoamp.runtime.graph import Graph
 from autoamp.training.attach import end_scaling, new_scaling
 from autoamp.training.options import OPTION_NAMES, Options
 from autoamp.training.scale import resolve_loss_scale

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from autoamp import compat
 from autoamp.runtime.engine import Engine
-from autoamp.training.scaling import ModelScaling
+from autoamp.training.model_scaling import ModelScaling
 from autoamp.training.shards import SHARDED
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.Size)

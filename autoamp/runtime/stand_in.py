@@ -21,7 +21,7 @@ from autoamp.messages import class_name
 from autoamp.passes.graph_record import Prepared, Rewritten
 from autoamp.runtime.eligible import home_of
 from autoamp.runtime.examine import Examiner, replanned, twin_of
-from autoamp.runtime.kept import left_as_it_is
+from autoamp.runtime.module_state import left_as_it_is
 from autoamp.training.options import Options
 
 LossFn = Callable[[Any], Tensor]

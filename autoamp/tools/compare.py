@@ -35,10 +35,10 @@ from autoamp.messages import (
     shorten,
     told,
 )
-from autoamp.passes.check.held import Held
+from autoamp.passes.check.promised_dtypes import Held
 from autoamp.passes.graph_record import Prepared, Rewritten
 from autoamp.passes.node_by_node import Observer, Runner
-from autoamp.passes.rows import OpRow
+from autoamp.passes.report_rows import OpRow
 from autoamp.passes.write.dtensor_calls import crossed, stands_in
 from autoamp.passes.write.emitted import stands_for
 from autoamp.printed import Line, Printed, Table

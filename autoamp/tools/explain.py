@@ -23,7 +23,7 @@ from autoamp.runtime.examine import (
     on_the_models_device,
     without_data,
 )
-from autoamp.runtime.kept import capture_now
+from autoamp.runtime.module_state import capture_now
 from autoamp.tools.named import given
 from autoamp.tools.step_memory import memory_of_step
 from autoamp.training.options import Options

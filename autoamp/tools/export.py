@@ -30,7 +30,7 @@ from autoamp.runtime.eligible import (
     not_converted,
 )
 from autoamp.runtime.examine import checked_model
-from autoamp.runtime.kept import left_as_it_is
+from autoamp.runtime.module_state import left_as_it_is
 from autoamp.tools.export_files import check_path, write
 from autoamp.tools.export_plan import held_by, keep_plan, plan_of
 from autoamp.tools.export_program import (

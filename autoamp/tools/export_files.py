@@ -21,7 +21,7 @@ import torch
 from autoamp import compat
 from autoamp.errors import ExportError, OptionError
 from autoamp.messages import printable_line
-from autoamp.passes.rows import SavedReport
+from autoamp.passes.report_rows import SavedReport
 from autoamp.tools import export_onnx as onnx_files
 from autoamp.tools.export_members import check_archive, seal_archive
 from autoamp.tools.export_plan import (

@@ -19,7 +19,7 @@ from autoamp import compat
 from autoamp.dtypes import parse_low_dtype, short_name
 from autoamp.errors import ExportError
 from autoamp.messages import printable_line
-from autoamp.passes.rows import SavedReport
+from autoamp.passes.report_rows import SavedReport
 from autoamp.tools.export_members import (
     MEMBERS,
     check_members,

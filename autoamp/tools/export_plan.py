@@ -17,7 +17,7 @@ from torch import fx
 
 from autoamp.errors import ExportError
 from autoamp.messages import printable_line
-from autoamp.passes.rows import SavedReport
+from autoamp.passes.report_rows import SavedReport
 from autoamp.passes.saved_reports import report_in
 from autoamp.tools.export_program import OP, note_of, with_note
 

@@ -34,11 +34,11 @@ from autoamp.passes.write.hoist_weight_casts import FOLDED
 from autoamp.runtime.conversion_record import Record
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.examine import twin_of
-from autoamp.runtime.kept import left_as_it_is
+from autoamp.runtime.module_state import left_as_it_is
 from autoamp.runtime.program import disabled
+from autoamp.training.model_scaling import ModelScaling
 from autoamp.training.options import Options
 from autoamp.training.scale import NoLossScale
-from autoamp.training.scaling import ModelScaling
 
 OP = "autoamp_op"
 """The note at a node of the exported graph: the name in the report of its op."""

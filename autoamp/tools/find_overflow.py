@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from autoamp.dtypes import NARROWEST, largest, short_name
 from autoamp.errors import AutoampError, OptionError, UnsupportedModelError
 from autoamp.messages import FULL_WIDTH, class_name, shorten, told
-from autoamp.passes.check.held import Held
+from autoamp.passes.check.promised_dtypes import Held
 from autoamp.passes.graph_record import Prepared, Rewritten
 from autoamp.passes.node_by_node import Runner
 from autoamp.printed import Line, Printed, Table

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from autoamp import compat
 from autoamp.dtypes import HALVES, short_name
 from autoamp.messages import bytes_text, class_name, counted, log_once
-from autoamp.training import closures, foreign, guard, halves
+from autoamp.training import closures, foreign_engines, guard, half_models
 from autoamp.training.boundary import (
     BOUNDARIES,
     OptimizerBoundary,
@@ -40,6 +40,7 @@ from autoamp.training.elementwise_optimizers import body_of
 from autoamp.training.ledger import BACKWARDS, GraphRun
 from autoamp.training.masters import Masters, given_out, has_half, have_masters
 from autoamp.training.meter import METERS, meter_of
+from autoamp.training.model_scaling import ModelScaling
 from autoamp.training.options import Options
 from autoamp.training.ranks import (
     have_shaken_hands,
@@ -49,7 +50,6 @@ from autoamp.training.ranks import (
     team_of,
 )
 from autoamp.training.scale import LossScale, NoLossScale, free_to_read
-from autoamp.training.scaling import ModelScaling
 from autoamp.training.step import (
     Way,
     evaluated,
@@ -272,7 +272,7 @@ def take_on(optimizer: Optimizer) -> None:
     search = options.guard and optimizer not in _searched
     if not (masters or search) or not trains_half(optimizer):
         return
-    if foreign.engine_stepping():  # whose engine has masters of its own
+    if foreign_engines.engine_stepping():  # whose engine has masters of its own
         _decline(optimizer)
         _searched.add(optimizer)
         return
@@ -577,7 +577,7 @@ def guard_half(
             ours runs the model.
         automatic: whether the automatic mode found the model; no user named it.
     """
-    known = (halves.guards_around if automatic else halves.guards)(model)
+    known = (half_models.guards_around if automatic else half_models.guards)(model)
     if scaling is not None:
         if known is not None and known.low is None:
             for boundary in [each for each in boundaries() if known in each.scalings]:
@@ -602,15 +602,15 @@ def guard_half(
         if automatic:
             _found.add(scaling)
     scaling.ledger.note_low()
-    halves.begin(model, scaling)
+    half_models.begin(model, scaling)
     return scaling
 
 
 def unguard_half(model: torch.nn.Module) -> None:
     """Undoes `guard_half` for a model that is captured, or that the user has named."""
-    scaling = halves.guards(model)
+    scaling = half_models.guards(model)
     if scaling is not None and scaling.low is not None:
-        halves.end(model)
+        half_models.end(model)
     elif scaling is not None and scaling not in _found:
         retire(scaling)
 
@@ -619,7 +619,7 @@ def end_scaling(scaling: ModelScaling) -> None:
     """Meets no optimizers for `scaling` any more; the last scaling takes the hook."""
     _scalings.discard(scaling)
     guard.end(scaling)
-    halves.end_all(scaling)
+    half_models.end_all(scaling)
     _set_hook()
 
 
@@ -748,7 +748,7 @@ def _in_any_step(
     # since reading a flag of theirs raises ("cannot be called on meta tensors").
     if not known and any(param.is_meta for param in params_of(optimizer)):
         return None
-    engine = "" if known else foreign.engine_stepping()
+    engine = "" if known else foreign_engines.engine_stepping()
     if engine:
         log_once(logger, logging.INFO, f"autoamp: {engine}")
         before_write(params_of(optimizer))

@@ -17,6 +17,7 @@ from autoamp import compat
 from autoamp.errors import CheckpointError
 from autoamp.training import saved_masters
 from autoamp.training.masters import KEY_CARRIED, Masters
+from autoamp.training.model_scaling import ModelScaling
 from autoamp.training.options import Options
 from autoamp.training.scale import (
     DynamicLossScale,
@@ -24,7 +25,6 @@ from autoamp.training.scale import (
     NoLossScale,
     StaticLossScale,
 )
-from autoamp.training.scaling import ModelScaling
 from autoamp_said import logger_of
 
 logger = logger_of(__name__)

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from autoamp import compat
 from autoamp.messages import log_once
+from autoamp.training.model_scaling import ModelScaling
 from autoamp.training.options import Options
-from autoamp.training.scaling import ModelScaling
 from autoamp_said import logger_of
 
 logger = logger_of(__name__)

@@ -19,8 +19,8 @@ import torch
 from autoamp import compat
 from autoamp.training.boundary import boundaries
 from autoamp.training.leaves import Leaves, Origin
+from autoamp.training.model_scaling import ModelScaling
 from autoamp.training.scale import DynamicLossScale, LossScale, free_to_read
-from autoamp.training.scaling import ModelScaling
 from autoamp_said import logger_of
 
 logger = logger_of(__name__)

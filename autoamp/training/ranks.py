@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from autoamp import compat
 from autoamp.dtypes import short_name
 from autoamp.errors import RankError
-from autoamp.training.scaling import ModelScaling
+from autoamp.training.model_scaling import ModelScaling
 from autoamp_said import logger_of
 
 logger = logger_of(__name__)

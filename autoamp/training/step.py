@@ -23,9 +23,9 @@ from autoamp.training.boundary import OptimizerBoundary, Step, closure_of
 from autoamp.training.buffers import HOLDING
 from autoamp.training.guard import cannot_read, guards_of, is_guarded
 from autoamp.training.ledger import BACKWARDS, GraphRun
+from autoamp.training.model_scaling import ModelScaling
 from autoamp.training.ranks import Team, judged, shake_hands, team_of
 from autoamp.training.scale import free_to_read
-from autoamp.training.scaling import ModelScaling
 
 _ASK_EVERY = 100
 """After so many steps a flag that only a kernel reads is read here too, with a wait."""

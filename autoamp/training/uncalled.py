@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from autoamp.errors import CaptureError
 from autoamp.training.boundary import params_of
-from autoamp.training.scaling import ModelScaling
+from autoamp.training.model_scaling import ModelScaling
 from autoamp_said import logger_of
 
 logger = logger_of(__name__)

@@ -32,7 +32,7 @@ from autoamp.passes import list as passes
 from autoamp.passes.decide.cost import Prices, price_graph
 from autoamp.passes.decide.devices import Device, Rates
 from autoamp.passes.graph_record import Rewritten, Setting
-from autoamp.passes.rows import costs_of
+from autoamp.passes.report_rows import costs_of
 from autoamp.passes.run import rewrite_normalised
 from autoamp.passes.write.emitted import CAST_KIND
 from autoamp.training.options import Options

@@ -3,7 +3,7 @@
 from autoamp.messages import FULL_WIDTH, WIDTH, bytes_text, seconds_text
 from autoamp.passes.decide.mincut import energy
 from autoamp.passes.decide.policies import POLICIES, project
-from autoamp.passes.rows import ALL_FP32
+from autoamp.passes.report_rows import ALL_FP32
 from autoamp.report.casts import cast_counts
 from autoamp.report.page.drawing import MOST_NODES
 from autoamp.report.why import Flips

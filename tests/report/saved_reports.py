@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from autoamp.passes.rows import CastRow, OpRow, SavedGraph, SavedReport
+from autoamp.passes.report_rows import CastRow, OpRow, SavedGraph, SavedReport
 
 LINE = "net.py:{}: y = {}(x)"
 

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import autoamp
-from autoamp.passes.rows import SavedReport
+from autoamp.passes.report_rows import SavedReport
 from autoamp.passes.saved_reports import diff, load
 from autoamp_cli import main
 from tests.report.saved_reports import cast, document, layers, saved, text

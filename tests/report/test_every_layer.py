@@ -209,7 +209,7 @@ def test_a_part_that_fails_costs_itself(broken: str, monkeypatch, caplog) -> Non
     def fails(*_: object) -> None:
         raise KeyError("<planted>")
 
-    monkeypatch.setattr(f"autoamp.passes.rows.{broken}", fails)
+    monkeypatch.setattr(f"autoamp.passes.report_rows.{broken}", fails)
     says(report, "could not be made", "KeyError: '<planted>'")
     assert str(report).startswith("autoamp report: Of")
     says(report.full(), "could not be made")

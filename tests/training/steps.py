@@ -23,8 +23,8 @@ from autoamp import DynamicLossScale
 from autoamp.runtime.conversion import conversion_of
 from autoamp.training.attach import attach, boundary_of, detach, give_masters
 from autoamp.training.ledger import BACKWARDS
+from autoamp.training.model_scaling import ModelScaling
 from autoamp.training.options import Options
-from autoamp.training.scaling import ModelScaling
 
 WIDTH = 8
 BF16: dict[str, Any] = {

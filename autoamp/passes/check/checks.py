@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor, fx
 
 from autoamp.errors import VerificationError
-from autoamp.passes.check import changes
-from autoamp.passes.check.always import Footprint, check_always, footprint
-from autoamp.passes.check.changes import May
+from autoamp.passes.check import allowed_changes
+from autoamp.passes.check.allowed_changes import May
 from autoamp.passes.check.compare import differences
 from autoamp.passes.check.gradient_units import check_scales, check_units
+from autoamp.passes.check.invariants import Footprint, check_always, footprint
 from autoamp.passes.check.standin import where
 from autoamp.passes.check.strides import check_strides
 from autoamp.passes.check.verify import Verifier
@@ -75,7 +75,7 @@ class Checks:
         """
         if now.gm is was.gm:
             return
-        for region in differences(was.gm, now.gm, changes.KERNELS):
+        for region in differences(was.gm, now.gm, allowed_changes.KERNELS):
             for old, new in region.results:
                 gave, gives = (tensors_of(n.meta.get("val")) for n in (old, new))
                 for one, other in zip(gave, gives, strict=True):
@@ -119,7 +119,7 @@ class Checks:
         extra = _inputs(now.gm)[len(given) :]
         weights = [given[at] for at in now.weights]
         copies = dict(zip(extra, weights, strict=True))
-        differences(was.gm, now.gm, changes.hoisted(copies))
+        differences(was.gm, now.gm, allowed_changes.hoisted(copies))
 
     def edge(self, was: Rewritten, now: Rewritten) -> None:
         """Only gradients changed, and their units agree."""
@@ -128,7 +128,7 @@ class Checks:
         extra = _inputs(now.gm)[len(_inputs(was.gm)) :]
         if len(extra) != 3 * len(now.edge.devices):
             raise VerificationError(f"the edge has the extra inputs {extra}")
-        differences(was.gm, now.gm, changes.scaled(extra))
+        differences(was.gm, now.gm, allowed_changes.scaled(extra))
         check_scales(now.gm, extra)
         check_units(now.gm)
 
@@ -136,7 +136,7 @@ class Checks:
         """Only copies in another layout were added; every result lies as it did."""
         if now.gm is was.gm:
             return
-        differences(was.gm, now.gm, changes.LAYOUTS)
+        differences(was.gm, now.gm, allowed_changes.LAYOUTS)
         given = len(_inputs(was.gm)) - len(now.layouts) - 3 * len(now.edge.devices)
         copies = _inputs(now.gm)[given:]
         pairs = zip(copies, now.layouts, strict=False)
@@ -145,10 +145,10 @@ class Checks:
 
     def on_meshes(self, was: Rewritten, now: Rewritten) -> None:
         """Torch's calls on DTensors are back where the model makes them."""
-        differences(was.gm, now.gm, changes.ON_MESHES)
+        differences(was.gm, now.gm, allowed_changes.ON_MESHES)
         graphs = [m.graph for m in now.gm.modules() if isinstance(m, fx.GraphModule)]
         for node in (n for graph in graphs for n in graph.nodes):
-            if changes.crosses(node):
+            if allowed_changes.crosses(node):
                 raise VerificationError(
                     f"{where(node)} is not the call that the model makes on the mesh",
                     nodes=[node.name],
@@ -160,14 +160,14 @@ class Checks:
         The tests hear which ops each function calls.
         """
         if now.code is not None:
-            differences(was.gm, now.code, changes.BINDINGS)
+            differences(was.gm, now.code, allowed_changes.BINDINGS)
 
     def for_compilers(self, was: Rewritten, now: Rewritten) -> None:
         """Functions were exchanged for their forms for compilers, and no others."""
         if now.code is was.code or now.code is was.gm:
             return
         assert now.code is not None
-        differences(was.gm, now.code, changes.COMPILERS)
+        differences(was.gm, now.code, allowed_changes.COMPILERS)
 
 
 def _inputs(gm: fx.GraphModule) -> list[str]:

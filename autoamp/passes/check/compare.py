@@ -24,7 +24,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.errors import VerificationError
-from autoamp.passes.check.changes import (
+from autoamp.passes.check.allowed_changes import (
     CASTS,
     GROUPS,
     OF_A_COPY,

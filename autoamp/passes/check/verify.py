@@ -21,7 +21,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.errors import VerificationError
-from autoamp.passes.check.changes import INSERTED_CASTS
+from autoamp.passes.check.allowed_changes import INSERTED_CASTS
 from autoamp.passes.check.compare import differences
 from autoamp.passes.check.operands import operands_agree, read_dtypes, reads_as_it_comes
 from autoamp.passes.check.standin import Memo, StandIns, dtypes_of, named, where

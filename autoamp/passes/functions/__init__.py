@@ -29,7 +29,7 @@ from autoamp.passes.functions.casts import (
     unscaled_weights,
     with_dtypes,
 )
-from autoamp.passes.functions.convolutions import depthwise
+from autoamp.passes.functions.depthwise import depthwise
 from autoamp.passes.functions.dtensor_crossings import (
     MESH_CALLS,
     gather_low,

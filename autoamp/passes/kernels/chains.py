@@ -19,7 +19,6 @@ from torch import fx
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
 from autoamp.passes.functions.norms import softmax
-from autoamp.passes.kernels.forms import OPS
 from autoamp.passes.kernels.match import (
     Allowed,
     Chain,
@@ -31,6 +30,7 @@ from autoamp.passes.kernels.match import (
     name_of,
     sizes_of,
 )
+from autoamp.passes.kernels.normal_forms import OPS
 from autoamp.passes.kernels.spelled import Recognised, functions_in, recognised
 from autoamp.passes.ops import mutates
 from autoamp.passes.rules import family

@@ -1,9 +1,9 @@
 """Tells which kernel a chain computes: its form is a row's of the table.
 
-The calls of a chain are written in a normal form (`forms.py`), and so is each way in
-which libraries write a kernel (`table.py`): equal forms are the same calls, but for the
-order of factors and terms.  The epsilon of a norm is a number that the chain adds, and
-the kernel is given that number.
+The calls of a chain are written in a normal form (`normal_forms.py`), and so is each
+way in which libraries write a kernel (`table.py`): equal forms are the same calls, but
+for the order of factors and terms.  The epsilon of a norm is a number that the chain
+adds, and the kernel is given that number.
 
 Libraries write activations as custom autograd Functions to keep less for the backward
 (BLOOM's GELU, memory-saving Swish and Mish).  Dynamo captures such a Function as one
@@ -25,8 +25,8 @@ from torch import Tensor, fx
 
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE
-from autoamp.passes.kernels.forms import Form, form_of, letter
 from autoamp.passes.kernels.match import Chain, is_cast, name_of, sizes_of
+from autoamp.passes.kernels.normal_forms import Form, form_of, letter
 from autoamp.passes.kernels.table import KERNELS, Kernel
 from autoamp.passes.ops import bodies_of
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.passes.kernels.forms import (
+from autoamp.passes.kernels.normal_forms import (
     Form,
     erf,
     exp,
@@ -219,11 +219,11 @@ CHANNELS_LAST = "channels_last"
 
 TOGETHER = "together"
 """Gradients of several weights cast by one call, on GPUs and where no compiler runs the
-graph (`passes/write/together.py`)."""
+graph (`passes/write/grouped_weight_casts.py`)."""
 
 ACCUMULATORS = "accumulators"
 """Products that give the fp32 sums of their kernels, on GPUs and where no compiler runs
-the graph (`passes/write/accumulators.py`)."""
+the graph (`passes/write/fp32_sums.py`)."""
 
 KERNEL_NAMES: tuple[str, ...] = (
     *(kernel.name for kernel in KERNELS),

@@ -19,7 +19,7 @@ from typing import Any
 
 from autoamp.passes.decide.ceiling import low_under_autocast, root_of
 from autoamp.passes.decide.verdict import CEILING
-from autoamp.passes.rows import FP32, OpRow, Section
+from autoamp.passes.report_rows import FP32, OpRow, Section
 from autoamp.report.page.drawing import Box
 from autoamp.report.why import (
     Flip,

@@ -45,7 +45,7 @@ from autoamp.messages import (
     seconds_text,
     shorten,
 )
-from autoamp.passes.rows import FP32, CastRow, OpRow, Section
+from autoamp.passes.report_rows import FP32, CastRow, OpRow, Section
 from autoamp.report.figures import Document, Headline, Island, stayed_groups
 from autoamp.report.findings import (
     ERROR,

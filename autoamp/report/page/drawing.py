@@ -23,7 +23,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.dtypes import short_name
 from autoamp.messages import op_title, shorten
-from autoamp.passes.rows import OpRow, Section, target_name
+from autoamp.passes.report_rows import OpRow, Section, target_name
 from autoamp.passes.see.facts import NodeFacts
 from autoamp.passes.see.nodes import tensors_of
 from autoamp.passes.write.emitted import is_use

@@ -9,7 +9,7 @@ from typing import Any
 
 from autoamp.errors import OptionError
 from autoamp.messages import printable_line
-from autoamp.passes.rows import SCHEMA, VERSION, SavedReport
+from autoamp.passes.report_rows import SCHEMA, VERSION, SavedReport
 from autoamp.passes.saved_reports import report_in
 from autoamp.report.page.data import PAGE_SCHEMA, PAGE_VERSION
 

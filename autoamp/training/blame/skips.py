@@ -17,7 +17,7 @@ from autoamp.training.blame.culprit import (
 from autoamp.training.blame.remedy import REPEATED, Remedy
 from autoamp.training.blame.trail import Step
 from autoamp.training.ledger import GraphRun
-from autoamp.training.scaling import ModelScaling
+from autoamp.training.model_scaling import ModelScaling
 from autoamp_said import logger_of
 
 logger = logger_of(__name__)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp.errors import AutoampError
-from autoamp.passes.check import held
+from autoamp.passes.check import promised_dtypes
 from autoamp.passes.functions import with_dtypes
 from tests.small_models import converted
 
@@ -108,7 +108,7 @@ def test_casts_that_change_the_program_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A faulty graph with casts never runs; its results are cast node by node."""
-    real = held._with_casts
+    real = promised_dtypes._with_casts
 
     def faulty(gm: fx.GraphModule, broken: Any) -> fx.GraphModule:
         amended = real(gm, broken)
@@ -117,7 +117,7 @@ def test_casts_that_change_the_program_are_refused(
         reader.args = (cast, *reader.args[1:-1], None)  # without its bias
         return amended
 
-    monkeypatch.setattr(held, "_with_casts", faulty)
+    monkeypatch.setattr(promised_dtypes, "_with_casts", faulty)
     model, x = Between(OPS.wide), torch.randn(4, 16)
     with torch.no_grad():
         expected = model(x)

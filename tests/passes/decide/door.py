@@ -28,7 +28,7 @@ from autoamp.passes.decide.policies import (
 )
 from autoamp.passes.decide.problem import build_problem, least_cost
 from autoamp.passes.decide.verdict import Classified, Mode, Verdict
-from autoamp.passes.rows import costs_of
+from autoamp.passes.report_rows import costs_of
 from autoamp.passes.see.facts import FP32, Facts, NodeFacts, Operand
 from autoamp.report.why import Again
 

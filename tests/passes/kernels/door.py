@@ -6,7 +6,7 @@ from autoamp.passes.decide.devices import Device
 from autoamp.passes.functions import product
 from autoamp.passes.functions.attention import LONG, Kind, attention
 from autoamp.passes.functions.casts import scaled_and_rounded
-from autoamp.passes.functions.convolutions import depthwise
+from autoamp.passes.functions.depthwise import depthwise
 from autoamp.passes.functions.norms import layer_norm, rms_norm, softmax
 from autoamp.passes.functions.rotary import rotary
 from autoamp.passes.kernels.chains import chains_in

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autoamp.passes import list as passes
-from autoamp.passes.check.changes import TOGETHER as MAY_GROUP
+from autoamp.passes.check.allowed_changes import TOGETHER as MAY_GROUP
 from autoamp.passes.check.compare import differences
 from autoamp.passes.decide.devices import Device
 from autoamp.passes.graph_record import Rewritten
@@ -20,7 +20,7 @@ from autoamp.passes.write.hoist_weight_casts import read_wide
 from autoamp.training.options import Options
 
 sums: Any = importlib.import_module("autoamp.passes.decide.sums")
-together: Any = importlib.import_module("autoamp.passes.write.together")
+together: Any = importlib.import_module("autoamp.passes.write.grouped_weight_casts")
 
 __all__ = [
     "MAY_GROUP", "Device", "clean_up", "copied", "differences",

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import autoamp
+from autoamp.runtime.captured_graph import Graph
 from autoamp.runtime.conversion import conversion_of
-from autoamp.runtime.graph import Graph
 from autoamp.training import weight_copies as copies
 from autoamp.training.sentinels import STEPS, copies_of
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import autoamp
 from autoamp import compat
 from autoamp.passes.functions import low_weight
+from autoamp.runtime.captured_graph import Graph
 from autoamp.runtime.conversion import conversion_of
-from autoamp.runtime.graph import Graph
 from autoamp.training import weight_copies as copies
 from tests.metrics import relative_error
 from tests.small_models import WIDTH, converted, mlp

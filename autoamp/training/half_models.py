@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp import compat
-from autoamp.training.scaling import ModelLedger, ModelScaling
+from autoamp.training.model_scaling import ModelLedger, ModelScaling
 
 _LARGE = 1 << 16
 """Integers of more elements are taken to be weights that a quantiser has packed, which

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES, UNSCALED
 from autoamp.errors import AutoampError
-from autoamp.passes.check.held import Held
+from autoamp.passes.check.promised_dtypes import Held
 from autoamp.passes.decide.devices import main_device
 from autoamp.passes.graph_record import Edge, Prepared, Rewritten
 from autoamp.passes.node_by_node import GradientSizes, Observer, Runner
@@ -30,7 +30,7 @@ from autoamp.training.blame.remedy import SkipWatch
 from autoamp.training.buffers import Written
 from autoamp.training.leaves import Origins
 from autoamp.training.ledger import GraphRun, watch
-from autoamp.training.scaling import ModelLedger, ModelScaling
+from autoamp.training.model_scaling import ModelLedger, ModelScaling
 from autoamp.training.shards import SHARDED
 from autoamp.training.weight_copies import WeightCopies
 

@@ -30,9 +30,9 @@ from autoamp.passes.graph_record import Rewritten
 from autoamp.passes.rules import Category
 from autoamp.passes.see.nodes import KERNEL
 from autoamp.passes.see.regions import LOWERED_BODY
-from autoamp.passes.write.accumulators import is_wide
 from autoamp.passes.write.emitted import CAST_KIND
 from autoamp.passes.write.for_compilers import CAST_FATE, EXACT_CASTS
+from autoamp.passes.write.fp32_sums import is_wide
 
 SCHEMA = "autoamp.report"
 VERSION = 2
