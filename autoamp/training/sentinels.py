@@ -17,6 +17,17 @@ import torch
 from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES
 
+# NOTE: why a clone, and not the version of the weight.
+#
+# `weight.data.copy_(average)` moves neither the version of the weight nor its pointer.
+# A script that evaluates averaged weights and puts its own back would train on the
+# average: between the two forwards nothing else has happened.  PEFT's merged adapters
+# and pruning write to frozen weights in the same way.  A checksum reads every weight at
+# every call.  The clone shares the memory until somebody writes, so it costs a pointer,
+# and the first write through any alias moves the weight, which a look at its address
+# shows.  Aliases of NumPy and DLPack that were taken before the clone are its blind
+# spot; those that are taken later move the weight without need, which costs one copy.
+
 CHANCES = 2
 """After this many unannounced writes in training, a copy has no sentinel any more."""
 

@@ -1,10 +1,11 @@
 """Verifies that a rewritten graph is legal, from the graph alone.
 
 The original and the rewritten graph go in; a fault raises `VerificationError`.  The
-verifier shares no code with the passes it checks: it finds dtypes by running the graph
-on stand-in tensors, not in the metadata the rewrite wrote, and states again which
-operands an op accepts.  Without the verifier dtype faults would go unseen, because FX's
-lint has no dtype check and fake tensors let a bf16 `linear` with an fp32 weight pass.
+verifier shares no code with the passes that decide and write: it finds dtypes by
+running the graph on stand-in tensors, not in the metadata the rewrite wrote, and states
+again which operands an op accepts.  Without the verifier dtype faults would go unseen,
+because FX's lint has no dtype check and fake tensors let a bf16 `linear` with an fp32
+weight pass.
 """
 
 from __future__ import annotations

@@ -35,6 +35,20 @@ from autoamp.passes.see.parts import parts_on
 from autoamp.passes.see.regions import Region, Regions
 from autoamp.passes.see.strides import record_strides
 
+# NOTE: two tracers, one after the other.
+#
+# Dynamo alone would leave `F.linear`, `nn.Linear` and `x.linear` as three nodes, and a
+# rule for each.  `make_fx` alone cannot read the models that people run: it sees the
+# ops of one call, without the branches, sizes and hooks that a later call may take, for
+# which Dynamo has guards and graph breaks; `symbolic_trace` failed on 7 of 7 models of
+# transformers.  `torch.export` makes one graph of a call or none.  So Dynamo captures
+# the call, and `make_fx` runs Dynamo's graph.
+#
+# It runs above autograd (`pre_dispatch`).  AOT autograd's graphs are lowered further:
+# their attention has been chosen for fp32 operands before a pass sees it, composite ops
+# have come apart into ops that autocast's lists do not name, and the backward is in the
+# graph, which eager PyTorch could then no longer make by itself.
+
 _PACKAGE = str(Path(__file__).parents[2])
 
 UNTRACED = "autoamp_untraced"
