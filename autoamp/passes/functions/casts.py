@@ -30,7 +30,7 @@ from autoamp.passes.functions.edge import (
 # One node for a weight is not enough: its input buffer sums the gradients of all uses
 # in low precision before the node runs.  One node for all weights gives every gradient
 # at once, when the last is there, and DDP has nothing to overlap with its all-reduce.
-# A low leaf whose `grad_dtype` is fp32 sums truly, but hooks of the parameter do not run,
+# A low leaf with `grad_dtype` fp32 sums truly, but the parameter's hooks do not run,
 # and `autograd.grad` of the parameter is None.  A node for each use keeps hooks, the
 # order of gradients and second derivatives, and inductor traces through it.
 
