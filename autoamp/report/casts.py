@@ -100,7 +100,7 @@ def _kept_copies(sections: Sequence[Section]) -> dict[tuple[str, bool | None], i
     The key is the path of the weight and the layout of the copy.  Graphs of one model
     share copies, and a graph hands its copies to its bodies.
     """
-    found = {}
+    sizes = {}
     for section in sections:
         if section.body:
             continue
@@ -108,8 +108,8 @@ def _kept_copies(sections: Sequence[Section]) -> dict[tuple[str, bool | None], i
             if node.meta.get(CAST_KIND) == "weight":
                 copy = node.meta["val"]
                 weight = node.meta[WEIGHT_PATH] or f"{section.key} {node.name}"
-                found[weight, node.meta.get(LAST)] = copy.numel() * copy.element_size()
-    return found
+                sizes[weight, node.meta.get(LAST)] = copy.numel() * copy.element_size()
+    return sizes
 
 
 def _casts(section: Section) -> list[fx.Node]:
@@ -119,7 +119,13 @@ def _casts(section: Section) -> list[fx.Node]:
 
 def _in_backward(section: Section) -> int:
     facts, casts = section.rewritten.facts, _casts(section)
-    count = sum(_casts_the_gradient(node, facts) for node in casts)
+    count = 0
+    for cast in casts:
+        # The gradient of a `scaled_result` is rounded by the kernel that scales it; the
+        # gradient of a value read through `low_uses` is summed in fp32 there.
+        is_summed = all(reader.target in USES for reader in cast.users)
+        if cast.target is not scaled_result and not is_summed:
+            count += _needs_grad(cast.args[0], facts)
     if section.caller == "checkpointed":
         # The second run of a region stops at the last value that the backward reads,
         # which comes before the casts of the region's results.
@@ -149,17 +155,6 @@ def _in_embeddings(section: Section) -> tuple[int, int]:
     return forward, backward
 
 
-def _casts_the_gradient(cast: fx.Node, facts: Facts) -> bool:
-    """Whether the gradient of a cast is cast back by the cast itself.
-
-    The gradient of a `scaled_result` is rounded by the kernel that scales it; the
-    gradient of a value read through `low_uses` is summed in fp32 there.
-    """
-    if cast.target is scaled_result or all(u.target in USES for u in cast.users):
-        return False
-    return _needs_grad(cast.args[0], facts)
-
-
 def _widened_operands(node: fx.Node, facts: Facts) -> int:
     """Low operands of an op with an fp32 result: autograd rounds their gradients."""
     fact = facts.nodes.get(node.name)
@@ -167,8 +162,7 @@ def _widened_operands(node: fx.Node, facts: Facts) -> int:
         return 0
     if fact is None or not fact.requires_grad or _float_dtype(node) != HIGH_DTYPE:
         return 0
-    operands = node.all_input_nodes
-    return sum(_is_low(each) and _needs_grad(each, facts) for each in operands)
+    return sum(_is_low(n) and _needs_grad(n, facts) for n in node.all_input_nodes)
 
 
 def _needs_grad(node: object, facts: Facts) -> bool:

@@ -31,6 +31,7 @@ from autoamp.report.figures import Document
 
 _COLOURS = {FP32: "#f4c7a1", **dict.fromkeys(LOW_DTYPES, "#a9cdf0")}
 _CAST_COLOUR = "#e3e3e3"
+_KINDS = {"placeholder": "input", "get_attr": "input", "output": "output"}
 
 _OP_KEYS = (
     "graph",
@@ -73,6 +74,10 @@ def to_json(report: Document) -> str:
     def headline() -> dict[str, Any] | None:
         return report.headline.figures() if report.rewritten else None
 
+    def devices() -> list[dict[str, Any]]:
+        priced = (s.rewritten.assignment.prices.device for s in report.sections)
+        return [figures_of(d) for d in dict.fromkeys(priced) if d is not NEUTRAL]
+
     def casts() -> list[dict[str, Any]]:
         return [{**vars(c), "source": portable_place(c.source)} for c in report.casts]
 
@@ -92,7 +97,7 @@ def to_json(report: Document) -> str:
         "regret": part("regret", lambda: report.regret),
         "headline": part("headline", headline),
         "memory": report.memory.figures() if report.memory else None,
-        "devices": part("devices", lambda: _devices(report), []),
+        "devices": part("devices", devices, []),
         "graphs": part("graphs", lambda: [*map(_section, report.sections)], []),
         "ops": part("ops", lambda: [*map(_op, report.ops)], []),
         "casts": part("casts", casts, []),
@@ -119,12 +124,6 @@ def _versions() -> dict[str, str]:
     except metadata.PackageNotFoundError:  # run from a copy that is not installed
         own = "unknown"
     return {"torch": str(torch.__version__).partition("+")[0], "autoamp": own}
-
-
-def _devices(report: Document) -> list[dict[str, Any]]:
-    """Each device that ops are priced for, with the figures behind the prices."""
-    each = (s.rewritten.assignment.prices.device for s in report.sections)
-    return [figures_of(d) for d in dict.fromkeys(each) if d is not NEUTRAL]
 
 
 def _section(section: Section) -> dict[str, Any]:
@@ -168,7 +167,7 @@ def to_networkx(report: Document) -> nx.DiGraph:
         casts = {row.name: row for row in section.casts}
         for node in section.rewritten.gm.graph.nodes:
             key, row, cast = f"{section.key}/{node.name}", rows.get(node.name), None
-            kind, reason = _kind(node), row.reason if row else ""
+            kind, reason = _KINDS.get(node.op, "op"), row.reason if row else ""
             if node.name in casts:
                 cast = casts[node.name]
                 kind = f"{cast.kind} cast"
@@ -193,11 +192,6 @@ def to_networkx(report: Document) -> nx.DiGraph:
             for operand in node.all_input_nodes:
                 whole.add_edge(f"{section.key}/{operand.name}", key)
     return whole
-
-
-def _kind(node: fx.Node) -> str:
-    kinds = {"placeholder": "input", "get_attr": "input", "output": "output"}
-    return kinds.get(node.op, "op")
 
 
 def precision_of(node: fx.Node) -> str:

@@ -50,6 +50,8 @@ def update_text(found: UpdateShare) -> str:
 
 # -- what runs low, and the gain -------------------------------------------------------
 
+NOTHING_YET = "no graph captured yet: call the model once, then ask again"
+
 WAYS = ("fp32", "torch.autocast*", "autoamp")
 """The columns of the table of gains; the footnote explains the star."""
 
@@ -241,7 +243,11 @@ def _change(times: Prediction) -> str:
     match largest:
         case "launches" | "weights":
             why = "starts of kernels" if largest == "launches" else "reading weights"
-            now, then = (_speed_up(times, more) for more in (1, LARGER))
+            now, then = (
+                times.seconds(placed=False, times=batch)
+                / times.seconds(placed=True, times=batch)
+                for batch in (1, LARGER)
+            )
             return (
                 f"A larger batch would help most, because {why} take {size}: at "
                 f"{LARGER} times the batch a speed-up of {then:.2f} is predicted, "
@@ -284,12 +290,6 @@ def _left(times: Prediction) -> Mapping[str, float]:
             # can read less often.
             left["weights" if op.by_weights > 0.5 else "memory"] += rest
     return {**left, "casts": times.casts}
-
-
-def _speed_up(times: Prediction, batch: float) -> float:
-    """The speed-up at so many times the batch."""
-    after = times.seconds(placed=True, times=batch)
-    return times.seconds(placed=False, times=batch) / after
 
 
 # -- advice ----------------------------------------------------------------------------

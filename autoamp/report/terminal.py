@@ -42,6 +42,7 @@ from autoamp.report.figures import (
 )
 from autoamp.report.findings import (
     FOOTNOTE,
+    NOTHING_YET,
     WAYS,
     because_of,
     gains_of,
@@ -84,7 +85,7 @@ def summary_of(
     if low is None:
         yield _heading(title)
         if not report.skipped:
-            yield Text("no graph captured yet: call the model once, then ask again")
+            yield Text(NOTHING_YET)
             return
         yield from _not_converted(report)
     else:
@@ -135,27 +136,24 @@ def _stayed(report: Document) -> Iterator[RenderableType]:
         spent = sum(group.seconds or 0 for group in groups)
         size = f", {seconds_text(spent)} of the {seconds_text(total)}"
     yield _heading(f"What stayed in fp32, and why ({counted(count, 'op')}{size})")
-    shown = [_group(group) for group in groups[:LISTED]]
-    yield from map(_line, shown)
-    more, whole = len(groups) - LISTED, [group.reason for group in groups[:LISTED]]
-    cut = not all(map(str.endswith, shown, whole))
+    cut = False
+    for group in groups[:LISTED]:
+        ops = ", ".join(group.ops[:2]) + (", ..." if len(group.ops) > 2 else "")
+        start = f"{cost_text(group):>7}  {ops} ({group.count:,}): "
+        reason = brief(group.reason, LINE - len(start))
+        cut = cut or reason != group.reason
+        yield _line(start + reason)
+    more = len(groups) - LISTED
     if more > 0:
         beside = ", and these in full" if cut else ""
         yield _line(f"and {counted(more, 'more reason')}{beside}: report.full()")
     elif cut:
         yield _line("in full: report.full()")
     if left:
-        (what, why), parts = left[0], counted(len(left), "part")
-        were = "was" if len(left) == 1 else "were"
-        where = f"{parts} {were} not captured: {shorten(what)}: "
+        what, why = left[0]
+        where = f"{_were(len(left), 'part')} not captured: {shorten(what)}: "
         said = brief(why, max(LINE - len(where), 24))
         yield _line(where + said + ("" if said == why else " (report.full())"))
-
-
-def _group(group: Stayed) -> str:
-    names = ", ".join(group.ops[:2]) + (", ..." if len(group.ops) > 2 else "")
-    start = f"{cost_text(group):>7}  {names} ({group.count:,}): "
-    return start + brief(group.reason, LINE - len(start))
 
 
 def cost_text(group: Stayed) -> str:
@@ -192,6 +190,10 @@ def _so_far(report: Document) -> Iterator[str]:
     yield from map(update_text, report.updates)
 
 
+def _were(count: int, noun: str) -> str:
+    return f"{counted(count, noun)} {'was' if count == 1 else 'were'}"
+
+
 def _covered(shares: Coverage) -> str:
     """How many calls ran rewritten graphs, and how many flops ran in low precision."""
     ran = shares.calls - shares.calls_aside
@@ -201,9 +203,8 @@ def _covered(shares: Coverage) -> str:
     if shares.share_of_flops is not None:
         flops, left = "their flops", ""
         if shares.parts_not_captured:
-            parts = counted(shares.parts_not_captured, "part")
-            were = "was" if shares.parts_not_captured == 1 else "were"
-            flops, left = "the flops in them", f" ({parts} {were} not captured)"
+            parts = _were(shares.parts_not_captured, "part")
+            flops, left = "the flops in them", f" ({parts} not captured)"
         text += f"; {shares.share_of_flops:.1%} of {flops} ran in low precision{left}"
     return f"{text}."
 
@@ -212,8 +213,7 @@ def _loss_scaling(state: LossScaleReport) -> str:
     """The loss scale, and the number of skipped steps."""
     if state.foreign:
         return "Loss scaling is left to the GradScaler that steps the optimizer."
-    were = "was" if state.skipped_steps == 1 else "were"
-    skipped = f"{counted(state.skipped_steps, 'step')} {were} skipped"
+    skipped = f"{_were(state.skipped_steps, 'step')} skipped"
     if state.kind == NoLossScale.__name__:
         return f"There is no loss scale; {skipped} for gradients that are not finite."
     since = counted(state.growth_tracker, "step")
@@ -260,9 +260,8 @@ def full_of(report: Document) -> Iterator[RenderableType]:
     if report.sections:
         yield from lines("the summary", lambda: [_head(report)])
     else:
-        said = "not converted, runs in fp32" if skipped else "no graph captured yet"
-        hint = "" if skipped else ": call the model once, then ask again"
-        yield _heading(f"autoamp report: {report.label}", f"\n{said}{hint}")
+        state = "not converted, runs in fp32" if skipped else NOTHING_YET
+        yield _heading(f"autoamp report: {report.label}", f"\n{state}")
     for section in report.sections:
         block = Group(*lines(f"graph {section.key}", partial(_section, section)))
         yield Padding(block, (1, 0, 0, 4 if section.body else 0))

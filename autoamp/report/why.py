@@ -199,7 +199,12 @@ def _flipped(section: Section, row: OpRow) -> Iterator[str]:
     if isinstance(change, str):
         told = "cannot" if row.is_low else "not under these options"
         yield f"  in {other}    {told}: {change}"
-        yield from _rooted(section, row)
+        classified = section.rewritten.classified
+        if classified.verdicts[row.name].origin == CEILING:
+            # The fp32 nodes that type promotion follows to this node begin at a root.
+            root = root_of(row.name, classified, low_under_autocast(classified))
+            passed = [*_listed("; passed on by ", list(root.path))]
+            yield f"  root       {root_text(section, root)}{''.join(passed)}"
         return
     yield f"  in {other}    {_price(section, change)}"
     indent = " " * 13
@@ -207,21 +212,6 @@ def _flipped(section: Section, row: OpRow) -> Iterator[str]:
     yield from _listed(f"{indent}casts that would appear: ", appear)
     yield from _listed(f"{indent}casts that would vanish: ", vanish)
     yield from _listed(f"{indent}would change with it: ", list(change.along))
-
-
-def _rooted(section: Section, row: OpRow) -> Iterator[str]:
-    """Where the chain of fp32 nodes begins that type promotion follows to a node."""
-    classified = section.rewritten.classified
-    if classified.verdicts[row.name].origin == CEILING:
-        root = root_of(row.name, classified, low_under_autocast(classified))
-        passed = [*_listed("; passed on by ", list(root.path))]
-        yield f"  root       {root_text(section, root)}{''.join(passed)}"
-
-
-def _extra(section: Section, change: Flip) -> str:
-    in_bytes = section.rewritten.assignment.prices.in_bytes
-    kind = "bytes kept" if in_bytes else "predicted time"
-    return f"{amount(change.extra, in_bytes, signed=True)} {kind}"
 
 
 def root_text(section: Section, root: Root) -> str:
@@ -246,7 +236,10 @@ def root_text(section: Section, root: Root) -> str:
 
 
 def _price(section: Section, change: Flip) -> str:
-    text, low, more = _extra(section, change), section.low, change.more_in_fp32
+    in_bytes = section.rewritten.assignment.prices.in_bytes
+    kind = "bytes kept" if in_bytes else "predicted time"
+    text = f"{amount(change.extra, in_bytes, signed=True)} {kind}"
+    low, more = section.low, change.more_in_fp32
     if more > 0:
         text += (
             f", and {counted(more, 'more allow op')} in fp32 "

@@ -46,10 +46,11 @@ from autoamp.messages import (
     shorten,
 )
 from autoamp.passes.report_rows import FP32, CastRow, OpRow, Section
-from autoamp.report.figures import Document, Headline, Island, stayed_groups
+from autoamp.report.figures import Document, Headline, stayed_groups
 from autoamp.report.findings import (
     ERROR,
     FOOTNOTE,
+    NOTHING_YET,
     WAYS,
     gains_of,
     memory_text,
@@ -143,7 +144,7 @@ def _verdict(report: Document) -> list[str]:
     """Where nothing runs low: a sentence that says so, and the reasons, each in one."""
     if report.compute_dtype is None:
         if not report.skipped:
-            return ["No graph captured yet: call the model once, then ask again."]
+            return [f"{NOTHING_YET.capitalize()}."]
         reasons = [
             f"{shorten(what)}: {why.rstrip('.')}." for what, why in report.skipped
         ]
@@ -197,6 +198,9 @@ def _figure(value: str, title: str, note: str) -> dict[str, str]:
 
 # -- one graph -------------------------------------------------------------------------
 
+_OF_A_CAST = ("kind", "value", "dtype", "bytes", "every_call", "compiled")
+_OF_AN_ISLAND = ("reasons", "modules", "bytes", "casts", "is_between")
+
 
 def _graph(report: Document, section: Section, work: int) -> dict[str, Any]:
     drawing = Drawing(section, report.label)
@@ -208,8 +212,7 @@ def _graph(report: Document, section: Section, work: int) -> dict[str, Any]:
     for row in section.ops:
         nodes[row.name]["decision"] = _decision(row) | changes[row.name]
     for cast in section.casts:
-        keys = ("kind", "value", "dtype", "bytes", "every_call", "compiled")
-        nodes[cast.name]["cast"] = {key: getattr(cast, key) for key in keys}
+        nodes[cast.name]["cast"] = {key: getattr(cast, key) for key in _OF_A_CAST}
     count, title = counted(len(section.before), "node"), f"graph {section.key}"
     if section.body:
         caller = f" ({section.caller})" if section.caller else ""
@@ -224,7 +227,11 @@ def _graph(report: Document, section: Section, work: int) -> dict[str, Any]:
         ],
         "nodes": list(nodes.values()),
         "islands": [
-            _island(island, index)
+            {
+                "nodes": [index[name] for name in island.ops],
+                "decided_by": [index[name] for name in island.decided_by],
+                **{key: getattr(island, key) for key in _OF_AN_ISLAND},
+            }
             for island in report.islands
             if (island.graph, island.body) == (section.graph, section.body)
         ],
@@ -244,15 +251,6 @@ def _decision(row: OpRow) -> dict[str, Any]:
         "bytes": row.bytes,
         "cost": row.cost,
         "cost_fp32": row.cost_fp32,
-    }
-
-
-def _island(island: Island, index: Mapping[str, int]) -> dict[str, Any]:
-    keys = ("reasons", "modules", "bytes", "casts", "is_between")
-    return {
-        "nodes": [index[name] for name in island.ops],
-        "decided_by": [index[name] for name in island.decided_by],
-        **{key: getattr(island, key) for key in keys},
     }
 
 
@@ -341,35 +339,29 @@ def html_of(data: dict[str, Any]) -> str:
     parts = [_text(folder / "script" / name) for name in SCRIPTS]
     script = '(() => {\n"use strict";\n' + "\n".join(parts) + "})();\n"
     style = _text(folder / "template" / "style.css")
+    text = json.dumps(data, ensure_ascii=True, separators=(",", ":"))
+    # No text inside the data can end the `script` element that holds them.
+    for mark, escape in (("<", "\\u003c"), (">", "\\u003e"), ("&", "\\u0026")):
+        text = text.replace(mark, escape)
     slots = {
         "title": html.escape(f"autoamp: {printable_line(data['model'], 200)}"),
-        "policy": _policy([library, script], [style]),
+        # Nothing is loaded, and only these scripts and this style run.
+        "policy": (
+            "default-src 'none'; base-uri 'none'; form-action 'none'; "
+            f"script-src {_hashes([library, script])}; style-src {_hashes([style])}"
+        ),
         "style": style,
         "library": library,
         "script": script,
-        "data": _as_data(data),
+        "data": text,
     }
     template = _text(folder / "template" / "page.html")
     # One walk over the template, so that no slot is looked for inside the data.
     return _SLOT.sub(lambda found: slots[found[1]], template)
 
 
-def _as_data(data: dict[str, Any]) -> str:
-    """`data` as JSON that may stand inside a `script` element."""
-    text = json.dumps(data, ensure_ascii=True, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
 def _text(file: Traversable) -> str:
     return file.read_text(encoding="utf-8")
-
-
-def _policy(scripts: list[str], styles: list[str]) -> str:
-    """The content security policy: nothing is loaded, and only these texts run."""
-    return (
-        "default-src 'none'; base-uri 'none'; form-action 'none'; "
-        f"script-src {_hashes(scripts)}; style-src {_hashes(styles)}"
-    )
 
 
 def _hashes(texts: list[str]) -> str:

@@ -113,7 +113,11 @@ class Drawing:
         """What the page says of a node, but for its decision and its cast."""
         node = self._node(name)
         row, fact = self._ops.get(name), self._fact(name)
-        noted = row is None and name not in self._casts
+        note = ""
+        if row is None and name not in self._casts:
+            note = _NOTES.get(self._kinds[name], "")
+            if not note and fact:
+                note = undecided(self._section, name)
         return {
             "name": name,
             "kind": self._kinds[name],
@@ -126,7 +130,7 @@ class Drawing:
             "after": self._side(self._after.get(name)),
             "decision": None,
             "cast": None,
-            "note": self._note(name) if noted else "",
+            "note": note,
             "body": self._body(node),
             "is_plumbing": name in self._plumbing,
         }
@@ -189,12 +193,6 @@ class Drawing:
             return None
         fact = self._fact(name)
         return fact.module if fact else "" if name in self._before else None
-
-    def _note(self, name: str) -> str:
-        said = _NOTES.get(self._kinds[name])
-        if said is None and self._fact(name):
-            said = undecided(self._section, name)
-        return said or ""
 
     def _body(self, node: fx.Node) -> str:
         """The key of the section of the body that `node` names, or ""."""
