@@ -40,6 +40,11 @@ def printable_line(text: str, most: int = 10**6) -> str:
     return printable(text.replace("\n", "\\n"), most)
 
 
+def error_line(error: BaseException, most: int = 300) -> str:
+    """The class and the text of an error, on one line of at most `most` characters."""
+    return printable_line(f"{type(error).__name__}: {error}", most)
+
+
 def class_name(of: object) -> str:
     """The name of the class of an object, for messages and reports."""
     return printable_line(type(of).__name__, 100)

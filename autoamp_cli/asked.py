@@ -77,11 +77,6 @@ def convert_options(given: dict[str, Any]) -> dict[str, Any]:
     return {**found, "do_no_harm": False} if given["convert_anyway"] else found
 
 
-def _by_option(problem: str) -> str:
-    """The text of a problem, which names an option of `convert` as the command does."""
-    return re.sub(rf"^(?=(?:{'|'.join(_NAMED)})=)", "--", problem)
-
-
 _with_sizes = _options(
     click.option(
         "--batch", type=click.IntRange(1), metavar="N", help="Samples; default 1."
@@ -121,7 +116,9 @@ def asking(name: str, doing: str = "asking about") -> Iterator[None]:
             except Problem:
                 raise
             except AutoampError as error:
-                text, cause = _by_option(str(error)), error.__cause__
+                # A text that begins with an option of `convert` names the command's.
+                text = re.sub(rf"^(?=(?:{'|'.join(_NAMED)})=)", "--", str(error))
+                cause = error.__cause__
                 place = "" if cause is None else place_of(cause, name)
                 if place and place.rpartition(": ")[2] not in text:
                     text += f" ({place})"

@@ -104,7 +104,12 @@ def bench(
         except BenchInterrupted as interrupted:
             found = interrupted.bench
     if not found.complete:
-        _end(found)
+        if found.rows:
+            show(found)
+            click.echo("Interrupted: the figures measured so far are above.", err=True)
+        else:
+            click.echo("Interrupted before a step was timed.", err=True)
+        raise SystemExit(INTERRUPTED)
     written = {
         json_to: found.to_json,
         markdown: found.to_markdown,
@@ -114,13 +119,3 @@ def bench(
             write(path, make())
     if "-" not in written:
         show(found)
-
-
-def _end(found: Any) -> None:
-    """Prints what was measured before Ctrl-C, and ends the command."""
-    if found.rows:
-        show(found)
-        click.echo("Interrupted: the figures measured so far are above.", err=True)
-    else:
-        click.echo("Interrupted before a step was timed.", err=True)
-    raise SystemExit(INTERRUPTED)

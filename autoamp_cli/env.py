@@ -46,14 +46,11 @@ def env(json_to: str | None) -> None:
         click.echo(f"\n{name}")
         for line in lines:
             click.echo(f"  {line}")
-    click.echo(f"\nPaste this in a new issue: {_address()}/issues/new", err=True)
-
-
-def _address() -> str:
-    """The address of the repository, which pyproject.toml alone holds."""
+    # pyproject.toml alone holds the address of the repository.
     named = metadata("autoamp").get_all("Project-URL") or []
-    pairs = (each.partition(", ")[::2] for each in named)
-    return next((url for name, url in pairs if name == "Repository"), "")
+    pairs = (pair.partition(", ")[::2] for pair in named)
+    address = next((url for name, url in pairs if name == "Repository"), "")
+    click.echo(f"\nPaste this in a new issue: {address}/issues/new", err=True)
 
 
 def _variables() -> list[str]:

@@ -102,21 +102,20 @@ def bench_model(
     elif not isinstance(model, nn.Module):
         model, args, kwargs, data = _made_by(model, args, kwargs, data)
     model = checked_model(model)
-    _refuse_small(generate=generate, rounds=rounds, seconds=seconds, steps=steps)
+    numbers: dict[str, tuple[float | None, int]] = {
+        "generate": (generate, 0),
+        "rounds": (rounds, 1),
+        "seconds": (seconds, 0),
+        "steps": (steps, 1),
+    }
+    for name, (number, least) in numbers.items():
+        if number is not None and not number >= least:  # NaN is refused too
+            raise OptionError(f"{name}={number} is too small: give at least {least}")
     call = (tuple(args), dict(kwargs))
     kind = "generate" if generate else "inference" if infer else "training"
     task = Task(kind, call, generate, loss_fn, optimizer or adamw, data)
     found = ways_for(model, options_for(model, options), ways, compiled=compiled)
     return _Measurement(model, found, task, rounds, seconds, steps).run()
-
-
-def _refuse_small(**numbers: float | None) -> None:
-    least = {"generate": 0, "rounds": 1, "seconds": 0, "steps": 1}
-    for name, value in numbers.items():
-        if value is not None and not value >= least[name]:
-            raise OptionError(
-                f"{name}={value} is too small: give at least {least[name]}"
-            )
 
 
 def _made_by(
@@ -237,7 +236,8 @@ class _Measurement:
             running.figures = _figures_of(running, first, held, self.steps)
         except Exception as error:
             running.close()
-            running.error = _said(error, 300)
+            first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+            running.error = printable_line(first_line, 300)
             short_of_memory = memory.is_out_of_memory(error)
             if short_of_memory and any(each.ready for each in self.running):
                 self._go_apart()
@@ -431,12 +431,6 @@ def _disturbed(row: Row) -> list[str]:
         return []
     said = f"{count} of {len(row.times)} times of {row.way} lie far from its median"
     return [f"{said}: another program was running; {_AGAIN}"]
-
-
-def _said(error: BaseException, most: int) -> str:
-    """The first line of an error, with its class."""
-    lines = f"{type(error).__name__}: {error}".splitlines()
-    return printable_line(lines[0], most)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from autoamp.dtypes import needs_loss_scale
 from autoamp.errors import OptionError, UnsupportedModelError
-from autoamp.messages import class_name, printable_line
+from autoamp.messages import class_name, error_line
 from autoamp.passes.speeds.clock import finish
 from autoamp.runtime.convert import convert_model, revert_model
 from autoamp.runtime.eligible import home_of
@@ -251,10 +251,6 @@ class Running:
             self.model.to(way.low)
         return torch.compile(self.model) if way.compiled else self.model
 
-    def _loss(self, output: Any) -> Tensor:
-        loss, self.loss_from = self.task.loss_of(output)
-        return loss
-
     def rewind(self) -> None:
         """Starts the data again from its first batch."""
         self._calls = self.task.calls(self.device)
@@ -284,10 +280,19 @@ class Running:
             self._region(),
         ):
             if self.task.kind == "generate":
-                return self._generate(args, kwargs)
+                # The same number of tokens in each way, whatever the model generates.
+                number = self.task.tokens
+                wanted = {"max_new_tokens": number, "min_new_tokens": number}
+                generating: Any = self.model
+                return generating.generate(
+                    *args, **{**kwargs, **wanted, "do_sample": False}
+                )
             output = self._called(*args, **kwargs)
             self._note_first(output)
-            return (self._loss(output), output) if self.task.trains else output
+            if not self.task.trains:
+                return output
+            loss, self.loss_from = self.task.loss_of(output)
+            return loss, output
 
     def _note_first(self, output: Any) -> None:
         """Keeps the numbers of the first output, as memory that no tensor holds.
@@ -312,13 +317,6 @@ class Running:
             for each in (self._first, exact._first)
         )
         return relative_error([ours], [true])
-
-    def _generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # The same number of tokens in each way, whatever the model generates.
-        number = self.task.tokens
-        wanted = {"max_new_tokens": number, "min_new_tokens": number}
-        generating: Any = self.model
-        return generating.generate(*args, **{**kwargs, **wanted, "do_sample": False})
 
     def _region(self) -> contextlib.AbstractContextManager[Any]:
         if self.way.kind == "autocast":
@@ -382,7 +380,7 @@ def _copy_of(model: nn.Module) -> nn.Module:
     except Exception as error:
         raise UnsupportedModelError(
             f"{class_name(model)} cannot be copied, and each way needs its own copy: "
-            f"{printable_line(f'{type(error).__name__}: {error}', 300)}"
+            f"{error_line(error)}"
         ) from error
     return revert_model(made)
 

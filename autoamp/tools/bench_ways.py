@@ -71,7 +71,10 @@ def ways_for(
     if wrong := next((kind for kind in asked if kind not in KINDS), None):
         raise OptionError(f"{wrong!r} is not a way: give any of {', '.join(KINDS)}")
     low, half = _precision_for(model, options), arrived(model)
-    has_tf32 = _has_tf32(home_of(model))
+    device = home_of(model)
+    has_tf32 = False
+    if device.type == "cuda":
+        has_tf32 = torch.cuda.get_device_capability(device) >= (8, 0)
     plain = [
         Way(kind, low, options, arrived=half)
         for kind in KINDS
@@ -88,10 +91,6 @@ def arrived(model: nn.Module) -> str:
         sizes[parameter.dtype] += parameter.numel()
     most = max(sizes, key=lambda dtype: sizes[dtype], default=None)
     return short_name(most) if most and most in LOW_DTYPES.values() else ""
-
-
-def _has_tf32(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _precision_for(model: nn.Module, options: Options) -> torch.dtype:

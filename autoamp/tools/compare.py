@@ -237,7 +237,8 @@ class Comparison(Printed):
         rows = []
         for node in adding:
             errors = (node.added, node.error, node.gradient)
-            place = _line_of(node.source)
+            # Without the folder and the code: "file.py:12".
+            place = shorten(node.source).partition(": ")[0].rpartition("/")[2]
             name = op_title(node.op)
             rows.append([name, node.module, place, *(f"{e:.1e}" for e in errors)])
         header = ["op", "module", "source", "adds", "has", "gradient"]
@@ -278,12 +279,6 @@ class Comparison(Printed):
 def _pair(errors: Errors) -> tuple[str, str]:
     gradients = errors.gradients
     return f"{errors.output:.2e}", "none" if gradients is None else f"{gradients:.2e}"
-
-
-def _line_of(source: str) -> str:
-    """`file.py:12` of a source line, without the folder and the code."""
-    place = shorten(source).partition(": ")[0]
-    return place.rpartition("/")[2]
 
 
 # -- the question --------------------------------------------------------------------

@@ -107,7 +107,8 @@ def _exported(
     if low is None or why_not:
         return _in_fp32(graph, why_not, target)
     options = target.rules(for_model(model, options, low), low)
-    options = _for_file(options, target)
+    if target.kind != "pt2":  # runtimes other than torch choose layouts themselves
+        options = options.without_kernels(CHANNELS_LAST)
     device = None if target.device is None else named_device(target.device, low)
     exact = call.results_of(graph.program)
     made = placed(graph, options, low, device=device)
@@ -134,14 +135,6 @@ def _exported(
             strict=options.strict,
         )
     return program
-
-
-def _for_file(options: Options, target: Target) -> Options:
-    """`options` without the kernels that the program of a target cannot have.
-
-    Runtimes other than torch choose layouts themselves.
-    """
-    return options if target.kind == "pt2" else options.without_kernels(CHANNELS_LAST)
 
 
 def _in_fp32(

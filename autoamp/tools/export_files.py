@@ -20,7 +20,7 @@ import torch
 
 from autoamp import compat
 from autoamp.errors import ExportError, OptionError
-from autoamp.messages import printable_line
+from autoamp.messages import error_line, printable_line
 from autoamp.passes.report_rows import SavedReport
 from autoamp.tools import export_onnx as onnx_files
 from autoamp.tools.export_members import check_archive, seal_archive
@@ -87,7 +87,7 @@ def write(program: torch.export.ExportedProgram, target: Target, out: Path_) -> 
         except (ExportError, OSError):
             raise
         except Exception as error:
-            text = printable_line(f"{type(error).__name__}: {error}", 1500)
+            text = error_line(error, 1500)
             raise ExportError(
                 f"the file for target={target.name!r} cannot be made: {text}"
             ) from error
@@ -145,7 +145,7 @@ def opened(path: Path_) -> tuple[Any, Plan, SavedReport]:
     except ExportError:
         raise
     except Exception as error:
-        text = printable_line(f"{type(error).__name__}: {error}", 800)
+        text = error_line(error, 800)
         kinds = _kinds_unknown_in(path)
         hint = (
             f" It takes or returns {', '.join(kinds)}: import the module that defines "

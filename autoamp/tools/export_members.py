@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from autoamp.errors import ExportError, OptionError
-from autoamp.messages import printable_line
+from autoamp.messages import error_line, printable_line
 
 MEMBERS = "autoamp.members"
 """The key of the note, and the end of its name in an archive."""
@@ -101,7 +101,7 @@ def check_archive(where: str, path: Path) -> list[str]:
     except OSError:
         raise
     except Exception as error:  # `zipfile` raises errors of many kinds
-        text = printable_line(f"{type(error).__name__}: {error}", 300)
+        text = error_line(error)
         raise OptionError(
             f"{where}: the file is damaged: {text}. Copy the file again, or export the "
             "model again"

@@ -18,7 +18,7 @@ import torch
 from autoamp import compat
 from autoamp.dtypes import parse_low_dtype, short_name
 from autoamp.errors import ExportError
-from autoamp.messages import printable_line
+from autoamp.messages import error_line, printable_line
 from autoamp.passes.report_rows import SavedReport
 from autoamp.tools.export_members import (
     MEMBERS,
@@ -129,7 +129,7 @@ def opened(path: str | os.PathLike[str], shown: str) -> tuple[Any, Plan, SavedRe
     try:
         model = onnx.load(os.fspath(path), load_external_data=False)
     except Exception as error:
-        text = printable_line(f"{type(error).__name__}: {error}", 300)
+        text = error_line(error)
         raise ExportError(f"{shown}: onnx cannot load it: {text}") from error
     notes = {each.key: each.value for each in model.metadata_props}
     plan, report = plan_from(shown, notes.get(PLAN_KEY))

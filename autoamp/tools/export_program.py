@@ -331,17 +331,20 @@ def _take_weights(
     sources: dict[str, str] = {}
     for node, value in values.items():
         source = casts.get(node, value)
-        key = (_identity(source), value.dtype, _strides(value))
+        strides = value.stride() if value.layout is torch.strided else None
+        key = (_identity(source), value.dtype, strides)
         if key not in named:
             path = paths.get(_identity(source), str(node.target).replace(".", "_"))
             in_both = node in casts and _identity(source) in wide
-            name = f"{path}_{short_name(value.dtype)}" if in_both else path
-            named[key] = _free(name, sources)
-            sources[named[key]] = path
+            wanted = f"{path}_{short_name(value.dtype)}" if in_both else path
+            name, number = wanted, 1
+            while name in sources:
+                number, name = number + 1, f"{wanted}_{number}"
+            named[key], sources[name] = name, path
             own = value.detach().clone() if source is value else value
             if isinstance(source, nn.Parameter):
                 own = nn.Parameter(own, requires_grad=False)
-            _put(root, named[key], own)
+            _put(root, name, own)
         node.target = named[key]
     return sources
 
@@ -353,17 +356,6 @@ def _identity(tensor: Tensor) -> object:
     storage = tensor.untyped_storage().data_ptr()
     place = tensor.storage_offset(), tensor.shape, tensor.stride()
     return storage, tensor.dtype, *place
-
-
-def _strides(tensor: Tensor) -> object:
-    return tensor.stride() if tensor.layout is torch.strided else None
-
-
-def _free(name: str, taken: Mapping[str, str]) -> str:
-    number, found = 1, name
-    while found in taken:
-        number, found = number + 1, f"{name}_{number}"
-    return found
 
 
 def _put(root: nn.Module, path: str, value: Tensor) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -124,7 +124,7 @@ def targets() -> Mapping[str, Target]:
     found: dict[str, Target] = {}
     for name, row in tomllib.loads(text).items():
         like = found.get(row.pop("like", ""))
-        own = {key: _frozen(value) for key, value in row.items()}
+        own = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
         if like is None:
             found[name] = Target(name, **own)
         else:
@@ -152,7 +152,3 @@ def target_of(name: str | None) -> Target:
             f"target={name!r} is unknown; the targets are {', '.join(known)}"
         )
     return known[name]
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

@@ -7,7 +7,6 @@ whether fp32 fails there too, and then under one remedy after another.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -274,7 +273,11 @@ class Recording(StandIn):
 
         self.engine.play = play
         try:
-            with untouched(self.twin, trains=self.trains), _lines_recorded():
+            with (
+                untouched(self.twin, trains=self.trains),
+                # Autograd then records the lines of Python code between graphs.
+                torch.autograd.set_detect_anomaly(True, check_nan=False),
+            ):
                 found = outcome_of(
                     self.twin,
                     call,
@@ -313,11 +316,6 @@ def _shadow(value: Any, shadows: dict[int, Tensor], names: dict[int, Location]) 
         if id(value) in names:
             names[id(shadow)] = names[id(value)]
     return shadows[id(value)]
-
-
-def _lines_recorded() -> contextlib.AbstractContextManager[Any]:
-    """A region in which autograd records the lines of Python code between graphs."""
-    return torch.autograd.set_detect_anomaly(True, check_nan=False)
 
 
 def _by_name(

@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 
 from autoamp.errors import OptionError
-from autoamp.messages import printable_line
+from autoamp.messages import error_line
 from autoamp.tools.named_transformers import named_model, names_a_model
 
 _SITE = f"{os.sep}site-packages{os.sep}"
@@ -104,7 +104,12 @@ def made_by(
             f"{name} makes its own arguments: batch and sequence are for models of "
             "transformers"
         )
-    return _called(name, data=data)
+    factory = function_of(name)
+    try:
+        returned = factory()
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code)
+        raise OptionError(f"{name} raised {told(error)}") from None
+    return _checked(name, returned, (2, 3, 4) if data else (2, 3))
 
 
 def given(
@@ -147,15 +152,6 @@ def refuse_below_one(**sizes: int | None) -> None:
 
 
 # -- factories -------------------------------------------------------------------------
-
-
-def _called(name: str, *, data: bool) -> Made:
-    factory = function_of(name)
-    try:
-        returned = factory()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code)
-        raise OptionError(f"{name} raised {told(error)}") from None
-    return _checked(name, returned, (2, 3, 4) if data else (2, 3))
 
 
 def function_of(name: str) -> Callable[..., Any]:
@@ -268,7 +264,7 @@ def told(error: BaseException, name: str = "") -> str:
     Args:
         name: as for `place_of`.
     """
-    text = printable_line(f"{type(error).__name__}: {error}", 1000)
+    text = error_line(error, 1000)
     place = "" if isinstance(error, SyntaxError) else place_of(error, name)
     return f"{text} ({place})" if place else text
 

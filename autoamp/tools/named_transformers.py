@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autoamp.errors import OptionError
-from autoamp.messages import bytes_text, class_name, printable_line
+from autoamp.messages import bytes_text, class_name, error_line
 from autoamp.passes.decide.devices import available
 from autoamp.runtime.stand_in import Call
 
@@ -93,7 +93,7 @@ def named_model(
         raise
     except Exception as error:
         raise OptionError(
-            f"{name}: {kind.__name__} cannot be made: {_said_by(error)}"
+            f"{name}: {kind.__name__} cannot be made: {error_line(error)}"
         ) from error
     return model, ((), {key: each.to(here) for key, each in call.items()})
 
@@ -231,7 +231,7 @@ def _made(kind: Any, arguments: dict[str, Any], name: str) -> Any:
         return kind(**arguments)
     except Exception as error:
         raise OptionError(
-            f"{name}: {kind.__name__} refuses these arguments: {_said_by(error)}"
+            f"{name}: {kind.__name__} refuses these arguments: {error_line(error)}"
         ) from error
 
 
@@ -291,8 +291,3 @@ def _call(
         )
     labelled = "labels" in inspect.signature(model.forward).parameters
     return {**call, "labels": labels} if labelled and trains else call
-
-
-def _said_by(error: Exception) -> str:
-    """The class and the text of an error, on one line of a message."""
-    return printable_line(f"{type(error).__name__}: {error}", 300)
