@@ -25,9 +25,7 @@ from autoamp.report.casts import compiled_text, counts_text
 from autoamp.report.figures import (
     Document,
     Headline,
-    LossScaleReport,
     Prediction,
-    WeightRow,
 )
 from autoamp.training.meter import UpdateShare
 
@@ -317,27 +315,35 @@ def advice_of(report: Document) -> tuple[str, ...]:
 
 
 def _found(report: Document) -> Iterator[str]:
-    yield from _overflows(report.loss_scale)
+    state = report.loss_scale
+    if (
+        state is not None
+        and not state.foreign
+        and state.skipped_steps
+        and state.growth_tracker == 0
+    ):
+        yield (
+            "The last step was skipped, because a gradient overflowed. If steps are "
+            "skipped again and again, autoamp.find_overflow(model, x) names the op and "
+            "the option that helps."
+        )
     yield from _updates(report.updates)
     if report.headline.low_ops and not report.headline.pays:
         yield (
             f"Leave out {advice('do_no_harm', False, by_variables=False)}: the model "
             "then stays in fp32, which is faster on this device."
         )
-    yield from _weights(report.weights)
+    bad = [row for row in report.weights if not row.fits]
+    if bad:
+        names = ", ".join(row.name for row in bad[:2])
+        names += ", ..." if len(bad) > 2 else ""
+        yield (
+            f"{counted(len(bad), 'weight')} ({names}) out of the range of "
+            f"{bad[0].dtype}: use {advice('precision', 'bf16', by_variables=False)}, "
+            f"or {advice('keep', ['PATH'], by_variables=False)} with their modules."
+        )
     yield from _calls(report)
     yield from _little(report)
-
-
-def _overflows(state: LossScaleReport | None) -> Iterator[str]:
-    if state is None or state.foreign or not state.skipped_steps:
-        return
-    if state.growth_tracker == 0:
-        yield (
-            "The last step was skipped, because a gradient overflowed. If steps are "
-            "skipped again and again, autoamp.find_overflow(model, x) names the op and "
-            "the option that helps."
-        )
 
 
 def _updates(shares: Sequence[UpdateShare]) -> Iterator[str]:
@@ -347,17 +353,6 @@ def _updates(shares: Sequence[UpdateShare]) -> Iterator[str]:
         yield (
             f"{worst} fp32 masters keep them, at 2 bytes a weight: "
             "autoamp.convert(model, optimizer), or AUTOAMP_MASTERS=split."
-        )
-
-
-def _weights(rows: Sequence[WeightRow]) -> Iterator[str]:
-    bad = [row.name for row in rows if not row.fits]
-    if bad:
-        names = ", ".join(bad[:2]) + (", ..." if len(bad) > 2 else "")
-        yield (
-            f"{counted(len(bad), 'weight')} ({names}) out of the range of "
-            f"{rows[0].dtype}: use {advice('precision', 'bf16', by_variables=False)}, "
-            f"or {advice('keep', ['PATH'], by_variables=False)} with their modules."
         )
 
 

@@ -174,7 +174,13 @@ class _Measurement:
 
     def __post_init__(self) -> None:
         self.device = home_of(self.model)
-        self.notes = _busy()
+        self.notes: list[str] = []
+        load, cores = os.getloadavg()[0], os.cpu_count() or 1
+        if load > cores:
+            self.notes.append(
+                f"The machine was busy already (load {load:.1f} on {cores} cores), so "
+                f"the times are unreliable; {_AGAIN}"
+            )
         self.begun = time.perf_counter()
 
     def run(self) -> Bench:
@@ -408,15 +414,6 @@ def _no_gain(way: Way, device: torch.device) -> str:
 
 
 # -- notes -----------------------------------------------------------------------------
-
-
-def _busy() -> list[str]:
-    """A note if other programs use more cores than this machine has."""
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load <= cores:
-        return []
-    said = f"The machine was busy already (load {load:.1f} on {cores} cores)"
-    return [f"{said}, so the times are unreliable; {_AGAIN}"]
 
 
 def _disturbed(row: Row) -> list[str]:

@@ -220,7 +220,14 @@ class Running:
             OptionError: the model has no weight to train, or no method `generate`.
         """
         way, task = self.way, self.task
-        self.model = _copy_of(model).train(task.trains)
+        try:
+            twin = copy.deepcopy(model)
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{class_name(model)} cannot be copied, and each way needs its own "
+                f"copy: {error_line(error)}"
+            ) from error
+        self.model = revert_model(twin).train(task.trains)
         self.device = home_of(model)
         self.rewind()
         if task.kind == "generate" and not hasattr(model, "generate"):
@@ -371,18 +378,6 @@ class Running:
         self.model, self._called = nn.Module(), None
         self._optimizer = self._scaler = None
         gc.collect()
-
-
-def _copy_of(model: nn.Module) -> nn.Module:
-    """A deep copy that is not converted."""
-    try:
-        made = copy.deepcopy(model)
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"{class_name(model)} cannot be copied, and each way needs its own copy: "
-            f"{error_line(error)}"
-        ) from error
-    return revert_model(made)
 
 
 @contextlib.contextmanager

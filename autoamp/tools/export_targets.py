@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -124,7 +124,10 @@ def targets() -> Mapping[str, Target]:
     found: dict[str, Target] = {}
     for name, row in tomllib.loads(text).items():
         like = found.get(row.pop("like", ""))
-        own = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
+        own: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in row.items()
+        }
         if like is None:
             found[name] = Target(name, **own)
         else:

@@ -294,14 +294,20 @@ class Recording(StandIn):
 
     def _names(self, args: Any, kwargs: Any) -> dict[int, Location]:
         """The names of the model's tensors and of the arguments, by `id`."""
-        own = [*self.twin.named_parameters(), *self.twin.named_buffers()]
-        found = {id(tensor): Location(WEIGHT, name=path) for path, tensor in own}
-        for name, value in _by_name(self.twin, args, kwargs).items():
+        weights = [*self.twin.named_parameters(), *self.twin.named_buffers()]
+        names = {id(tensor): Location(WEIGHT, name=path) for path, tensor in weights}
+        try:
+            bound = inspect.signature(self.twin.forward).bind(*args, **kwargs)
+            arguments = dict(bound.arguments)
+        except (TypeError, ValueError):
+            arguments = {f"input.{at}": value for at, value in enumerate(args)}
+            arguments |= kwargs
+        for name, value in arguments.items():
             for path, leaf in pytree.tree_leaves_with_path(value):
                 if isinstance(leaf, Tensor):
                     location = Location(INPUT, name=name + pytree.keystr(path))
-                    found[id(leaf)] = location
-        return found
+                    names[id(leaf)] = location
+        return names
 
 
 def _shadow(value: Any, shadows: dict[int, Tensor], names: dict[int, Location]) -> Any:
@@ -316,18 +322,6 @@ def _shadow(value: Any, shadows: dict[int, Tensor], names: dict[int, Location]) 
         if id(value) in names:
             names[id(shadow)] = names[id(value)]
     return shadows[id(value)]
-
-
-def _by_name(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The arguments by the names that the model's `forward` gives them."""
-    try:
-        bound = inspect.signature(model.forward).bind(*args, **kwargs)
-        return dict(bound.arguments)
-    except (TypeError, ValueError):
-        named = {f"input.{at}": value for at, value in enumerate(args)}
-        return {**named, **kwargs}
 
 
 class Player(Protocol):
