@@ -207,9 +207,9 @@ def report(model: nn.Module) -> Report:
     Raises:
         UnsupportedModelError: `model` was never converted, or was reverted.
     """
-    found = report_on(model)
-    if found is not None:
-        return found
+    answer = report_on(model)
+    if answer is not None:
+        return answer
     modules = model.modules() if isinstance(model, nn.Module) else ()
     if any(each in REVERTED for each in modules):
         raise UnsupportedModelError(
@@ -383,8 +383,8 @@ def _checked_optimizers(optimizer: Any, model: Any) -> list[torch.optim.Optimize
     if optimizer is None:
         return []
     several = isinstance(optimizer, Sequence) and not isinstance(optimizer, str)
-    given = list(optimizer) if several else [optimizer]
-    for each in given:
+    optimizers = list(optimizer) if several else [optimizer]
+    for each in optimizers:
         name = type(each).__name__
         # The optimizer of an engine may be no `torch.optim.Optimizer`: the reason comes
         # before the type.
@@ -407,7 +407,7 @@ def _checked_optimizers(optimizer: Any, model: Any) -> list[torch.optim.Optimize
                 f"make it from this model, {name}(model.parameters(), ...), or leave "
                 "it out: autoamp finds an optimizer by itself at its first step"
             )
-    return given
+    return optimizers
 
 
 def _as_option(given: Any) -> str:

@@ -226,9 +226,11 @@ def attempt(
         return make()
     except CAUGHT as error:
         problem = printable(f"{type(error).__name__}: {error}")
-        said = f"Of this report {name} could not be made ({problem}): please report it."
-        log_once(logger, logging.WARNING, f"autoamp: {said}")
-        return instead(said)
+        sentence = (
+            f"Of this report {name} could not be made ({problem}): please report it."
+        )
+        log_once(logger, logging.WARNING, f"autoamp: {sentence}")
+        return instead(sentence)
 
 
 def lines(
@@ -287,8 +289,8 @@ def all_high(float_ops: int) -> str:
 
 def not_captured(skipped: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     """The skipped parts whose ops are not in `Report.ops`."""
-    told = re.compile(rf"{NO_FLOAT_OP}|all of its [\d,]+ float ops? stay fp32")
-    return [(what, why) for what, why in skipped if not told.fullmatch(why)]
+    harmless = re.compile(rf"{NO_FLOAT_OP}|all of its [\d,]+ float ops? stay fp32")
+    return [(what, why) for what, why in skipped if not harmless.fullmatch(why)]
 
 
 # -- names and places ------------------------------------------------------------------

@@ -73,8 +73,8 @@ with_convert_options = _options(
 
 def convert_options(given: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments of `convert` that a user gave."""
-    found = {name: given[name] for name in _NAMED if given[name]}
-    return {**found, "do_no_harm": False} if given["convert_anyway"] else found
+    options = {name: given[name] for name in _NAMED if given[name]}
+    return {**options, "do_no_harm": False} if given["convert_anyway"] else options
 
 
 _with_sizes = _options(
@@ -125,5 +125,5 @@ def asking(name: str, doing: str = "asking about") -> Iterator[None]:
                 begun = text.startswith((name, repr(name)))
                 raise Problem(text if begun else f"{name}: {text}") from None
             except Exception as error:
-                said = told(error, name)
-                raise Problem(f"{name}: the model raised {said}") from error
+                problem = told(error, name)
+                raise Problem(f"{name}: the model raised {problem}") from error

@@ -89,7 +89,7 @@ def bench(
         }
         made = made_by(name, batch=batch, sequence=sequence, data=True, **how)
         try:
-            found = bench_model(
+            result = bench_model(
                 made.model,
                 made.args,
                 made.kwargs,
@@ -102,20 +102,20 @@ def bench(
                 **measured,
             )
         except BenchInterrupted as interrupted:
-            found = interrupted.bench
-    if not found.complete:
-        if found.rows:
-            show(found)
+            result = interrupted.bench
+    if not result.complete:
+        if result.rows:
+            show(result)
             click.echo("Interrupted: the figures measured so far are above.", err=True)
         else:
             click.echo("Interrupted before a step was timed.", err=True)
         raise SystemExit(INTERRUPTED)
     written = {
-        json_to: found.to_json,
-        markdown: found.to_markdown,
+        json_to: result.to_json,
+        markdown: result.to_markdown,
     }
     for path, make in written.items():
         if path:
             write(path, make())
     if "-" not in written:
-        show(found)
+        show(result)

@@ -38,16 +38,16 @@ def calibrate(device: str, show: bool, json_to: str | None) -> None:
         )
     refuse_unwritable(json_to)
     with waiting("measuring this machine"):
-        found = _measured(device, show=show)
+        speeds_of = _measured(device, show=show)
     if json_to:
         from autoamp.passes.decide.devices import figures_of
 
-        each = {kind: figures_of(speeds) for kind, (speeds, _) in found.items()}
+        each = {kind: figures_of(speeds) for kind, (speeds, _) in speeds_of.items()}
         write(json_to, as_json({"schema": 1, "devices": each}))
     if json_to != "-":
         from rich.console import Console
 
-        for speeds, low in found.values():
+        for speeds, low in speeds_of.values():
             Console().print(_speeds_table(speeds, low))
 
 
@@ -62,14 +62,14 @@ def _measured(device: str, *, show: bool) -> dict[str, tuple[Device, torch.dtype
         raise click.UsageError("this machine has no GPU that torch can use")
     if is_off():
         raise click.UsageError("AUTOAMP_CALIBRATE=0 switches measuring off: unset it")
-    found = {}
+    speeds_of = {}
     for kind in [device] if device else ["cpu", *["cuda"] * torch.cuda.is_available()]:
         here, low = torch.device(kind), kind_of(kind).usual_dtype
         speeds = (
             device_for(here, low, calibrate=True) if show else measure_again(here, low)
         )
-        found[kind] = speeds, low
-    return found
+        speeds_of[kind] = speeds, low
+    return speeds_of
 
 
 def _speeds_table(device: Device, low: torch.dtype) -> Table:
@@ -87,8 +87,8 @@ def _speeds_table(device: Device, low: torch.dtype) -> Table:
     starts = (f"{rates.start_ns / 1e3:.1f}" for rates in both)
     table.add_row("start of a product, \u00b5s more", *starts)
     for rows in sorted({rows for rates in both for rows, _ in rates.products}):
-        said = f"product of {rows:g} row{'' if rows == 1 else 's'}, GFLOP/s"
-        table.add_row(said, *_flops(device, "matmul", rows))
+        title = f"product of {rows:g} row{'' if rows == 1 else 's'}, GFLOP/s"
+        table.add_row(title, *_flops(device, "matmul", rows))
     table.add_row("convolution, GFLOP/s", *_flops(device, "conv", 1))
     table.add_row("  of each channel, GFLOP/s", *_flops(device, "channelwise", 1))
     table.add_row("batched product, GFLOP/s", *_flops(device, "batched", math.inf))

@@ -25,14 +25,14 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Takes a word after --json for the argument of the command that else lacks."""
-        given = [*args]
+        arguments = [*args]
         try:
             return super().parse_args(ctx, args)
         except click.MissingParameter:
-            if "--json" not in given:
+            if "--json" not in arguments:
                 raise
             ctx.params.clear()
-            again = ["--json=-" if word == "--json" else word for word in given]
+            again = ["--json=-" if word == "--json" else word for word in arguments]
             return super().parse_args(ctx, again)
         except click.NoSuchOption as error:
             instead = removed.OPTIONS.get((self.name or "", error.option_name))
@@ -105,8 +105,8 @@ def _ended_by_ctrl_c() -> Iterator[None]:
     except BaseException as error:
         if not seen.is_set() and not isinstance(error, KeyboardInterrupt):
             raise
-        told = isinstance(error, SystemExit) and error.code == INTERRUPTED
-        if not told:
+        was_told = isinstance(error, SystemExit) and error.code == INTERRUPTED
+        if not was_told:
             click.echo("Interrupted.", err=True)
         raise SystemExit(INTERRUPTED) from None
     finally:

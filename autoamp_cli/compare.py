@@ -51,7 +51,7 @@ def compare(
         from autoamp.tools.named import made_by
 
         made = made_by(name, batch=batch, sequence=sequence)
-        found = api.compare(
+        comparison = api.compare(
             made.model,
             *made.args,
             kwargs=made.kwargs,
@@ -59,11 +59,11 @@ def compare(
             **convert_options(given),
         )
     if json_to:
-        write(json_to, as_json(found))
+        write(json_to, as_json(comparison))
     if json_to != "-":
-        show(found)
-    missed = tolerance is not None and found.keep is None
+        show(comparison)
+    missed = tolerance is not None and comparison.keep is None
     if to_rules and not missed:
-        found.to_rules(to_rules)
+        comparison.to_rules(to_rules)
     if missed:
         raise SystemExit(1)

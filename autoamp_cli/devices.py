@@ -30,25 +30,25 @@ _PACKAGES = (
 
 def versions() -> list[tuple[str, str]]:
     """The name and version of each component that matters in a bug report."""
-    found = [("python", f"{platform.python_version()} ({sys.executable})")]
-    found.append(("system", platform.platform()))
+    rows = [("python", f"{platform.python_version()} ({sys.executable})")]
+    rows.append(("system", platform.platform()))
     for name in _PACKAGES:
         try:
-            found.append((name, metadata.version(name)))
+            rows.append((name, metadata.version(name)))
         except metadata.PackageNotFoundError:
             continue
     # `torch.__version__` names the build ("+cu130"); the wheel's metadata may not.
-    found = [(n, str(torch.__version__) if n == "torch" else v) for n, v in found]
-    found.append(("CUDA", str(torch.version.cuda or "none in this torch")))
-    return found
+    rows = [(n, str(torch.__version__) if n == "torch" else v) for n, v in rows]
+    rows.append(("CUDA", str(torch.version.cuda or "none in this torch")))
+    return rows
 
 
 def devices() -> list[tuple[str, list[str]]]:
     """Each device, with a sentence per low dtype: whether it is fast, or why not."""
-    found = [(device_name(torch.device("cpu")), [_on_cpu(row) for row in LOW_TABLE])]
+    rows = [(device_name(torch.device("cpu")), [_on_cpu(row) for row in LOW_TABLE])]
     if torch.cuda.is_available():
-        found += [_cuda(index) for index in range(torch.cuda.device_count())]
-    return found
+        rows += [_cuda(index) for index in range(torch.cuda.device_count())]
+    return rows
 
 
 def _cuda(index: int) -> tuple[str, list[str]]:

@@ -58,11 +58,11 @@ def diff(
         try:
             _refuse_to_replace(json_to)
             first = _report(old)
-            found = [compared(first, _report(path)) for path in new]
+            diffs = [compared(first, _report(path)) for path in new]
         except AutoampError as error:
             raise Problem(str(error)) from None
     if json_to:
-        each = [one.to_dict() for one in found]
+        each = [one.to_dict() for one in diffs]
         write(json_to, as_json(each if len(each) > 1 else each[0]))
     if json_to != "-":
         from rich.console import Console
@@ -71,10 +71,10 @@ def diff(
 
         # A pipe or a file gets lines of one width, whatever terminal there is.
         console = Console(width=None if sys.stdout.isatty() else 120)
-        for one in found:
+        for one in diffs:
             for part in table_of(one, full=full):
                 console.print(part)
-    differ = any(one.places_otherwise if exit_code else one.changed for one in found)
+    differ = any(one.places_otherwise if exit_code else one.changed for one in diffs)
     ctx.exit(int(differ))
 
 

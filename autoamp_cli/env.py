@@ -28,20 +28,20 @@ def env(json_to: str | None) -> None:
     with waiting("looking at this machine"):
         from autoamp_cli.devices import devices, versions
 
-        found: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "versions": dict(versions()),
             "devices": dict(devices()),
             "environment": _variables(),
         }
     if json_to:
-        write(json_to, as_json({"schema": 1, **found}))
+        write(json_to, as_json({"schema": 1, **facts}))
     if json_to == "-":
         return
-    for name, value in found["versions"].items():
+    for name, value in facts["versions"].items():
         click.echo(f"{name + ':':<20}{value}")
     for name, lines in (
-        *found["devices"].items(),
-        ("environment", found["environment"]),
+        *facts["devices"].items(),
+        ("environment", facts["environment"]),
     ):
         click.echo(f"\n{name}")
         for line in lines:
@@ -58,8 +58,8 @@ def _variables() -> list[str]:
     from autoamp.errors import AutoampError
     from autoamp.messages import printable_line
 
-    given = sorted(k for k in os.environ if f"{k}_".startswith("AUTOAMP_"))
-    lines = [f"{printable_line(name)}={os.environ[name]!r}" for name in given]
+    names = sorted(k for k in os.environ if f"{k}_".startswith("AUTOAMP_"))
+    lines = [f"{printable_line(name)}={os.environ[name]!r}" for name in names]
     try:
         environment.read(os.environ)
     except AutoampError as error:

@@ -73,9 +73,9 @@ def explain(
         written = {json_to: report.to_json, html: report.to_html, dot: report.to_dot}
         texts = {path: make() for path, make in written.items() if path}
         graph, _, node = (why or "").rpartition(":")
-        said = report.why(node, graph=graph or None) if why else ""
-        said += report.full() if full else ""
+        text = report.why(node, graph=graph or None) if why else ""
+        text += report.full() if full else ""
     for path, content in texts.items():
         write(path, content)
     if "-" not in texts:
-        show(said or report)
+        show(text or report)

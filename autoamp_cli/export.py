@@ -73,11 +73,11 @@ def export(
             out=out,
             **options,
         )
-    found = _facts(made.model, program, out)
+    facts = _facts(made.model, program, out)
     if json_to:
-        write(json_to, as_json(found))
+        write(json_to, as_json(facts))
     if json_to != "-":
-        click.echo(_told(found))
+        click.echo(_told(facts))
 
 
 def _any_sizes(made: Any) -> Any:
@@ -98,11 +98,11 @@ def _any_sizes(made: Any) -> Any:
     signature = inspect.signature(made.model.forward)
     bound = signature.bind(*made.args, **made.kwargs).arguments
     kinds = {name: each.kind for name, each in signature.parameters.items()}
-    found = {name: spec(value) for name, value in bound.items()}
+    shapes = {name: spec(value) for name, value in bound.items()}
     for name, kind in kinds.items():
-        if kind is inspect.Parameter.VAR_KEYWORD and name in found:
-            found |= found.pop(name)
-    return found
+        if kind is inspect.Parameter.VAR_KEYWORD and name in shapes:
+            shapes |= shapes.pop(name)
+    return shapes
 
 
 def _facts(model: Any, program: Any, out: str) -> dict[str, Any]:
@@ -123,9 +123,9 @@ def _facts(model: Any, program: Any, out: str) -> dict[str, Any]:
     }
 
 
-def _told(found: dict[str, Any]) -> str:
+def _told(facts: dict[str, Any]) -> str:
     """One line about the file."""
-    low, ops, dtype = (found[name] for name in ("low", "ops", "compute_dtype"))
+    low, ops, dtype = (facts[name] for name in ("low", "ops", "compute_dtype"))
     what = f"{low} of {ops} float ops in {dtype}" if low else "everything in fp32"
-    sizes = [f"{found[name] / 1e6:.2f} MB" for name in ("bytes", "bytes_fp32")]
-    return "{file}: {} (weights in fp32: {}), {what}".format(*sizes, what=what, **found)
+    sizes = [f"{facts[name] / 1e6:.2f} MB" for name in ("bytes", "bytes_fp32")]
+    return "{file}: {} (weights in fp32: {}), {what}".format(*sizes, what=what, **facts)

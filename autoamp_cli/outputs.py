@@ -35,10 +35,10 @@ def refuse_unwritable(*paths: str | None) -> None:
     Raises:
         Problem: a path cannot be written, or two paths are the same.
     """
-    given = [path for path in paths if path]
-    if len(set(given)) < len(given):
+    files = [path for path in paths if path]
+    if len(set(files)) < len(files):
         raise Problem("two outputs go to the same place; give each its own path")
-    for path in given:
+    for path in files:
         if path == "-":
             continue
         folder = Path(path).parent
@@ -68,15 +68,15 @@ def write(path: str, text: str) -> None:
         raise Problem(str(error)) from None
 
 
-def as_json(found: Any) -> str:
+def as_json(result: Any) -> str:
     """A result as JSON: a dataclass, a dict or a list of plain values.
 
     Dtypes become their names, and NaN and infinity become null.
     """
-    if dataclasses.is_dataclass(found):
-        fields = dataclasses.fields(found)
-        found = {"schema": 1, **{f.name: getattr(found, f.name) for f in fields}}
-    return json.dumps(_plain(found), indent=2, allow_nan=False) + "\n"
+    if dataclasses.is_dataclass(result):
+        fields = dataclasses.fields(result)
+        result = {"schema": 1, **{f.name: getattr(result, f.name) for f in fields}}
+    return json.dumps(_plain(result), indent=2, allow_nan=False) + "\n"
 
 
 def _plain(value: Any) -> Any:

@@ -128,8 +128,8 @@ def why(op: str, precision: str | None, json_to: str | None) -> None:
     for name, (title, otherwise) in _OTHERS.items():
         sets[title] = _said_of(key, Rules.load(name)), otherwise
     if json_to:
-        told = {title: _as_facts(*of) for title, of in sets.items()}
-        write(json_to, as_json({"op": key, "sets": told}))
+        facts = {title: _as_facts(*of) for title, of in sets.items()}
+        write(json_to, as_json({"op": key, "sets": facts}))
     if json_to == "-":
         return
     click.echo(key)
@@ -149,15 +149,15 @@ def _said_of(key: str, table: Rules) -> dict[Rule | None, list[str]]:
     )
 
     every = [each for each in overloads(key) if not is_out_variant(each)]
-    said: dict[Rule | None, list[str]] = {}
+    overloads_by_rule: dict[Rule | None, list[str]] = {}
     for overload in [*filter(takes_tensors, every)] or every:
         name = split_key(op_name(overload))[2]
-        said.setdefault(table.lookup(overload), []).append(name)
-    return said
+        overloads_by_rule.setdefault(table.lookup(overload), []).append(name)
+    return overloads_by_rule
 
 
 def _as_facts(
-    said: dict[Rule | None, list[str]], otherwise: str
+    overloads_by_rule: dict[Rule | None, list[str]], otherwise: str
 ) -> list[dict[str, Any]]:
     """What `_say` prints, as plain values."""
     none: dict[str, Any] = {
@@ -168,14 +168,14 @@ def _as_facts(
     }
     return [
         {**(none if rule is None else _meant(rule)), "overloads": names}
-        for rule, names in said.items()
+        for rule, names in overloads_by_rule.items()
     ]
 
 
-def _say(said: dict[Rule | None, list[str]], otherwise: str) -> None:
+def _say(overloads_by_rule: dict[Rule | None, list[str]], otherwise: str) -> None:
     """Prints what one set says of an op, overload by overload where these differ."""
-    for rule, names in said.items():
-        of = f" [{', '.join(names)}]" if len(said) > 1 else ""
+    for rule, names in overloads_by_rule.items():
+        of = f" [{', '.join(names)}]" if len(overloads_by_rule) > 1 else ""
         if rule is None:
             click.echo(f"    in no list{of}: {otherwise}")
             continue
@@ -188,5 +188,5 @@ def _meant(rule: Rule) -> dict[str, Any]:
     """A rule as plain values."""
     keys = ("test", "argument", "value", "category", "reason")
     conditions = [{key: getattr(each, key) for key in keys} for each in rule.when]
-    own = {key: getattr(rule, key) for key in ("op", "category", "reason")}
-    return {**own, "when": conditions}
+    fields = {key: getattr(rule, key) for key in ("op", "category", "reason")}
+    return {**fields, "when": conditions}

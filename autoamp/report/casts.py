@@ -179,8 +179,8 @@ def _is_low(node: object) -> bool:
 
 def _float_dtype(node: fx.Node) -> torch.dtype | None:
     """The dtype of the first float tensor of a node's result, or None."""
-    found = tensors_of(node.meta.get("val"))
-    return next((t.dtype for t in found if t.is_floating_point()), None)
+    tensors = tensors_of(node.meta.get("val"))
+    return next((t.dtype for t in tensors if t.is_floating_point()), None)
 
 
 # -- inductor --------------------------------------------------------------------------

@@ -120,10 +120,10 @@ def _versions() -> dict[str, str]:
     them wrote is the same to the byte.
     """
     try:
-        own = metadata.version("autoamp")
+        autoamp = metadata.version("autoamp")
     except metadata.PackageNotFoundError:  # run from a copy that is not installed
-        own = "unknown"
-    return {"torch": str(torch.__version__).partition("+")[0], "autoamp": own}
+        autoamp = "unknown"
+    return {"torch": str(torch.__version__).partition("+")[0], "autoamp": autoamp}
 
 
 def _section(section: Section) -> dict[str, Any]:
@@ -148,9 +148,9 @@ def _section(section: Section) -> dict[str, Any]:
 
 
 def _op(row: OpRow) -> dict[str, Any]:
-    found = vars(portable_row(row))
+    row_facts = vars(portable_row(row))
     origin = os.path.basename(row.origin)
-    return {key: found[key] for key in _OP_KEYS} | {"origin": origin}
+    return {key: row_facts[key] for key in _OP_KEYS} | {"origin": origin}
 
 
 def to_networkx(report: Document) -> nx.DiGraph:

@@ -176,12 +176,12 @@ class Prediction:
             "matrix products, convolutions, attention": [r for r in rows if r.flops],
             "all other float ops": [row for row in rows if not row.flops],
         }
-        found = []
+        classes = []
         for title, part in parts.items():
             fp32, placed = sum(r.cost_fp32 for r in part), sum(r.cost for r in part)
             times = fp32 * SECONDS, placed * SECONDS
-            found.append(TimeOfClass(title, len(part), *times))
-        return (*found, TimeOfClass("casts", self.cast_count, 0.0, self.casts))
+            classes.append(TimeOfClass(title, len(part), *times))
+        return (*classes, TimeOfClass("casts", self.cast_count, 0.0, self.casts))
 
     @property
     def share_low(self) -> float:
@@ -219,16 +219,16 @@ class Prediction:
         The time of an op beyond its start counts for the larger of its bytes and its
         flops.
         """
-        found = {"launches": 0.0, "memory": 0.0, "arithmetic": 0.0, "casts": 0.0}
+        spent = {"launches": 0.0, "memory": 0.0, "arithmetic": 0.0, "casts": 0.0}
         for op in self.ops:
             parts = op.placed if placed else op.high
-            found["launches"] += parts.launch
+            spent["launches"] += parts.launch
             bound = "memory" if parts.memory >= parts.arithmetic else "arithmetic"
-            found[bound] += max(parts.memory, parts.arithmetic)
+            spent[bound] += max(parts.memory, parts.arithmetic)
         if placed:
-            found["casts"] = self.casts * 1e9
-        total = sum(found.values())
-        return {name: part / total if total else 0.0 for name, part in found.items()}
+            spent["casts"] = self.casts * 1e9
+        total = sum(spent.values())
+        return {name: part / total if total else 0.0 for name, part in spent.items()}
 
 
 def predict(sections: Sequence[Section]) -> Prediction | None:
@@ -264,8 +264,8 @@ def _hardware(sections: Sequence[Section]) -> str:
         if row.flops
     }
     met = [w for k, w in _KINDS.items() if k in kinds and device.allows_tf32(k)]
-    told = f", fp32 {' and '.join(dict.fromkeys(met))} in TF32" if met else ""
-    return device.name + told
+    in_tf32 = f", fp32 {' and '.join(dict.fromkeys(met))} in TF32" if met else ""
+    return device.name + in_tf32
 
 
 @dataclass(frozen=True)
@@ -410,7 +410,7 @@ def stayed_groups(sections: Sequence[Section]) -> tuple[Stayed, ...]:
         time = sum(row.cost_fp32 for row in rows) if timed else 0
         return time, sum(row.bytes for row in rows)
 
-    found = []
+    stayed = []
     for reason, rows in groups.items():
         kinds: dict[str, list[OpRow]] = defaultdict(list)
         for row in rows:
@@ -419,8 +419,8 @@ def stayed_groups(sections: Sequence[Section]) -> tuple[Stayed, ...]:
         units, size = weight(*rows)
         seconds = units * SECONDS if timed else None
         rows.sort(key=weight, reverse=True)
-        found.append(Stayed(reason, tuple(rows), tuple(ops), seconds, size))
-    return tuple(sorted(found, key=lambda g: (-(g.seconds or 0), -g.bytes)))
+        stayed.append(Stayed(reason, tuple(rows), tuple(ops), seconds, size))
+    return tuple(sorted(stayed, key=lambda g: (-(g.seconds or 0), -g.bytes)))
 
 
 @dataclass(frozen=True)
@@ -455,8 +455,8 @@ class Island:
 
 def islands_of(sections: Sequence[Section]) -> list[Island]:
     """The islands of all sections; the island that moves most bytes comes first."""
-    found = [island for section in sections for island in _islands(section)]
-    return sorted(found, key=lambda island: -island.bytes)
+    islands = [island for section in sections for island in _islands(section)]
+    return sorted(islands, key=lambda island: -island.bytes)
 
 
 def _islands(section: Section) -> Iterator[Island]:
@@ -469,9 +469,9 @@ def _islands(section: Section) -> Iterator[Island]:
         flow.add_edges_from((maker, name) for maker in makers if maker in rows)
     high = [name for name, row in rows.items() if not row.is_low]
     place = {name: number for number, name in enumerate(rows)}
-    found = nx.weakly_connected_components(flow.subgraph(high))
+    components = nx.weakly_connected_components(flow.subgraph(high))
     # A component is a set, whose order differs from process to process.
-    for places in sorted(sorted(map(place.__getitem__, names)) for names in found):
+    for places in sorted(sorted(map(place.__getitem__, names)) for names in components):
         yield _island(flow, [section.ops[number] for number in places])
 
 
@@ -554,7 +554,7 @@ class WeightRow:
 
 def ranges_of(weights: Mapping[str, torch.Tensor]) -> dict[str, Range]:
     """The magnitudes of fp32 weights that hold data; one pass over each weight."""
-    found: dict[str, Range] = {}
+    ranges: dict[str, Range] = {}
     for name, weight in weights.items():
         if weight.dtype != torch.float32 or not _holds_data(weight):
             continue
@@ -563,14 +563,14 @@ def ranges_of(weights: Mapping[str, torch.Tensor]) -> dict[str, Range]:
             low = size.to(NARROWEST)
             norm = float(size.double().norm())
             error = float((low.double() - size.double()).norm())
-            found[name] = Range(
+            ranges[name] = Range(
                 largest=float(size.max()),
                 too_large=int((low.isinf() & size.isfinite()).sum()),
                 lost=int(((low == 0) & (size != 0)).sum()),
                 count=weight.numel(),
                 error=error / norm if norm else 0.0,
             )
-    return found
+    return ranges
 
 
 def _holds_data(weight: torch.Tensor) -> bool:
@@ -579,8 +579,8 @@ def _holds_data(weight: torch.Tensor) -> bool:
         return False
     steps = zip(weight.shape, weight.stride(), strict=True)
     last = weight.storage_offset() + sum((size - 1) * stride for size, stride in steps)
-    held: int = weight.untyped_storage().nbytes()
-    return held >= (last + 1) * weight.element_size()
+    nbytes: int = weight.untyped_storage().nbytes()
+    return nbytes >= (last + 1) * weight.element_size()
 
 
 def weight_rows(
@@ -595,10 +595,10 @@ def weight_rows(
                 continue
             name = node.meta.get("autoamp_path") or str(node.target)
             shape = tuple(node.meta["val"].shape)
-            known = ranges.get(name) if cast.dtype == short_name(NARROWEST) else None
+            span = ranges.get(name) if cast.dtype == short_name(NARROWEST) else None
             where = section.graph, section.body
             rows.append(
-                WeightRow(*where, name, cast.dtype, shape, not cast.every_call, known)
+                WeightRow(*where, name, cast.dtype, shape, not cast.every_call, span)
             )
     return rows
 

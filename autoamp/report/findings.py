@@ -63,26 +63,28 @@ ERROR = (
 )
 
 
-def gains_of(found: Headline, low: str) -> tuple[str, list[tuple[str, ...]], str]:
+def gains_of(headline: Headline, low: str) -> tuple[str, list[tuple[str, ...]], str]:
     """The title of the table of gains, its rows, and the sentence below it.
 
     A row is a name, and a figure for each of `WAYS`.
     """
-    source = f" (predicted for {found.device})" if found.device else ""
+    source = f" (predicted for {headline.device})" if headline.device else ""
     rows: list[tuple[str, ...]] = []
-    times = (found.seconds_fp32, found.seconds_autocast, found.seconds)
-    if found.seconds is not None:
-        work = "time of forward and backward" if found.trains else "time of a forward"
-        rows.append((work, *(seconds_text(each or 0.0) for each in times)))
-    if found.trains:
-        sizes = (found.kept_fp32, found.kept_autocast, found.kept)
-        rows.append(("values the backward may read", *map(bytes_text, sizes)))
-    if found.speed_up is not None:
-        sentence = (
-            f"{found.speed_up:.2f} times as fast as fp32, "
-            f"{found.speed_up_over_autocast:.2f} times as fast as torch.autocast."
+    times = (headline.seconds_fp32, headline.seconds_autocast, headline.seconds)
+    if headline.seconds is not None:
+        work = (
+            "time of forward and backward" if headline.trains else "time of a forward"
         )
-    elif found.pays:
+        rows.append((work, *(seconds_text(seconds or 0.0) for seconds in times)))
+    if headline.trains:
+        sizes = (headline.kept_fp32, headline.kept_autocast, headline.kept)
+        rows.append(("values the backward may read", *map(bytes_text, sizes)))
+    if headline.speed_up is not None:
+        sentence = (
+            f"{headline.speed_up:.2f} times as fast as fp32, "
+            f"{headline.speed_up_over_autocast:.2f} times as fast as torch.autocast."
+        )
+    elif headline.pays:
         sentence = 'No time is predicted under objective="memory".'
     else:
         forced = advice("do_no_harm", False, by_variables=False)
@@ -95,39 +97,39 @@ def gains_of(found: Headline, low: str) -> tuple[str, list[tuple[str, ...]], str
 
 def memory_text(report: Document) -> str:
     """The memory of a training step in two sentences, "" where it is not known."""
-    found = report.memory
-    if found is None:
+    memory = report.memory
+    if memory is None:
         return ""
-    usual, *others = found.states
+    usual, *others = memory.states
     parts = {
-        "weights": found.weights,
-        f"copies in {report.compute_dtype}": found.copies,
-        "gradients": found.gradients,
-        f"state of {usual}": found.states[usual],
-        f"kept for the backward{'' if found.is_counted else ', at most'}": found.kept,
+        "weights": memory.weights,
+        f"copies in {report.compute_dtype}": memory.copies,
+        "gradients": memory.gradients,
+        f"state of {usual}": memory.states[usual],
+        f"kept for the backward{'' if memory.is_counted else ', at most'}": memory.kept,
     }
     held = " + ".join(f"{bytes_text(n)} ({name})" for name, n in parts.items() if n)
     less = " and ".join(
-        f"{bytes_text(found.total(name))} with {name}" for name in others
+        f"{bytes_text(memory.total(name))} with {name}" for name in others
     )
     return (
-        f"Memory of a training step with {usual}: {bytes_text(found.total(usual))} = "
+        f"Memory of a training step with {usual}: {bytes_text(memory.total(usual))} = "
         f"{held}. It is {less}."
     )
 
 
 def runs_low(report: Document, low: str) -> Iterator[str]:
     """Sentences on low ops, casts, kernels, layouts and the captured graphs."""
-    found = report.headline
+    headline = report.headline
     share = ""
-    if found.share_of_time_low:
-        share = f"; in fp32 they take {found.share_of_time_low:.0%} of the time"
-    ops = counted(found.float_ops, "float op")
+    if headline.share_of_time_low:
+        share = f"; in fp32 they take {headline.share_of_time_low:.0%} of the time"
+    ops = counted(headline.float_ops, "float op")
     where, shares = "", report.coverage
     if shares is not None and shares.calls_aside and not report.explained_for:
         ran = shares.calls - shares.calls_aside
         where = f" in {ran:,} of {counted(shares.calls, 'call')}"
-    yield f"{found.low_ops:,} of {ops} run in {low}{where}{share}."
+    yield f"{headline.low_ops:,} of {ops} run in {low}{where}{share}."
     yield counts_text(report.cast_counts, low)
     yield from compiled_text(report.sections)
     yield from kernels_text(report.ops)
@@ -172,17 +174,17 @@ def because_of(report: Document) -> str:
 
     Up to four sentences; one sentence where no gain is predicted.
     """
-    found, times = report.headline, report.prediction
-    if not found.float_ops:
+    headline, times = report.headline, report.prediction
+    if not headline.float_ops:
         return "No time is predicted, because no float op was captured."
-    if not found.pays:
+    if not headline.pays:
         return (
             "No time is predicted, because low precision is no faster than fp32 on "
             "this device."
         )
     if times is None:
         return "No time is predicted, because the placement was chosen for memory."
-    if not found.low_ops:
+    if not headline.low_ops:
         return (
             "The prediction is that of fp32, because every op stays in fp32: "
             "report.stayed has the reasons."
@@ -197,7 +199,7 @@ def because_of(report: Document) -> str:
 
 def _parts(times: Prediction) -> str:
     """The parts of the fp32 time, the largest first, and of the time as placed."""
-    total, left = (times.seconds(placed=each) for each in (False, True))
+    total, as_placed = (times.seconds(placed=each) for each in (False, True))
     before, after = (times.shares(placed=each) for each in (False, True))
     words = {
         "arithmetic": "the arithmetic of products",
@@ -208,7 +210,7 @@ def _parts(times: Prediction) -> str:
     waits = [
         f"{words[n]} {seconds_text(before[n] * total)} ({before[n]:.0%})" for n in names
     ]
-    now = [seconds_text(after[n] * left) for n in names]
+    now = [seconds_text(after[n] * as_placed) for n in names]
     casts = seconds_text(times.casts)
     return (
         f"In fp32 the time goes to {waits[0]}, {waits[1]} and {waits[2]}; as placed "
@@ -308,8 +310,8 @@ def advice_of(report: Document) -> tuple[str, ...]:
             ask = 'autoamp.explain(model, x, device="cuda:sm_80")'
             return (f"Nothing on this device. For a GPU: {ask}.",)
         return ("Nothing, unless the reason above names an option.",)
-    found = tuple(_found(report))[:MOST]
-    return found or (
+    pieces = tuple(_found(report))[:MOST]
+    return pieces or (
         "Nothing to change. autoamp.compare(model, x) measures the error of rounding.",
     )
 
@@ -347,9 +349,9 @@ def _found(report: Document) -> Iterator[str]:
 
 
 def _updates(shares: Sequence[UpdateShare]) -> Iterator[str]:
-    lost = [each for each in shares if each.share < _ARRIVES]
+    lost = [share for share in shares if share.share < _ARRIVES]
     if lost:
-        worst = update_text(min(lost, key=lambda each: each.share))
+        worst = update_text(min(lost, key=lambda share: share.share))
         yield (
             f"{worst} fp32 masters keep them, at 2 bytes a weight: "
             "autoamp.convert(model, optimizer), or AUTOAMP_MASTERS=split."
@@ -384,10 +386,14 @@ def _calls(report: Document) -> Iterator[str]:
 
 def _little(report: Document) -> Iterator[str]:
     """Why the model gains little, if it gains little."""
-    found = report.headline
-    if found.speed_up is None or found.speed_up >= LITTLE or not found.seconds_fp32:
+    headline = report.headline
+    if (
+        headline.speed_up is None
+        or headline.speed_up >= LITTLE
+        or not headline.seconds_fp32
+    ):
         return
-    launches = (found.seconds_of_launches or 0.0) / found.seconds_fp32
+    launches = (headline.seconds_of_launches or 0.0) / headline.seconds_fp32
     limit = report.prediction.limit if report.prediction else LITTLE
     if limit < LITTLE:
         yield (

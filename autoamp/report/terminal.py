@@ -152,8 +152,8 @@ def _stayed(report: Document) -> Iterator[RenderableType]:
     if left:
         what, why = left[0]
         where = f"{_were(len(left), 'part')} not captured: {shorten(what)}: "
-        said = brief(why, max(LINE - len(where), 24))
-        yield _line(where + said + ("" if said == why else " (report.full())"))
+        short = brief(why, max(LINE - len(where), 24))
+        yield _line(where + short + ("" if short == why else " (report.full())"))
 
 
 def cost_text(group: Stayed) -> str:
@@ -171,9 +171,9 @@ def _not_converted(report: Document) -> Iterator[RenderableType]:
     yield from _answer("What runs low", [nothing, *_so_far(report)])
     yield from _answer("What it should gain here", ["Nothing."])
     shown, more = report.skipped[:LISTED], len(report.skipped) - LISTED
-    said = [f"{shorten(what)}: {reason.rstrip('.')}." for what, reason in shown]
-    said += [f"and {more:,} more: report.full()"] if more > 0 else []
-    yield from _answer("What was not converted, and why", said)
+    reasons = [f"{shorten(what)}: {reason.rstrip('.')}." for what, reason in shown]
+    reasons += [f"and {more:,} more: report.full()"] if more > 0 else []
+    yield from _answer("What was not converted, and why", reasons)
 
 
 # -- calls and steps so far ------------------------------------------------------------
@@ -278,7 +278,7 @@ def full_of(report: Document) -> Iterator[RenderableType]:
 
 
 def _note(costs: Sequence[Costs]) -> Iterator[RenderableType]:
-    if any(each.reward for each in costs):
+    if any(cost.reward for cost in costs):
         forced = advice("do_no_harm", False, by_variables=False)
         yield Text(f"\nNote on {forced}: {_REWARD}")
 
@@ -287,7 +287,7 @@ def _head(report: Document) -> Text:
     ops, runs, low = report.ops, report.runs, report.sections[0].low
     low_ops = sum(row.is_low for row in ops)
     graphs = counted(sum(not s.body for s in report.sections), "graph")
-    said = [
+    sentences = [
         f"{low_ops:,} of {counted(len(ops), 'float op')} in {low}, the rest in fp32.",
         counts_text(report.cast_counts, low),
         *compiled_text(report.sections),
@@ -295,9 +295,9 @@ def _head(report: Document) -> Text:
         f"{graphs} captured; rewritten graphs ran {counted(runs, 'time')}.",
     ]
     if runs == 0:
-        said.append("No rewritten graph has run yet.")
+        sentences.append("No rewritten graph has run yet.")
     title = f"autoamp report: {report.label}, compute dtype {low}"
-    return _heading(title, "".join(f"\n{line}" for line in said))
+    return _heading(title, "".join(f"\n{line}" for line in sentences))
 
 
 def _section(section: Section) -> Iterator[RenderableType]:
@@ -354,16 +354,16 @@ def _casts(section: Section) -> Table:
 
 def _unrounded(section: Section) -> Iterator[RenderableType]:
     """The casts down whose value goes on unrounded inside a kernel of inductor."""
-    found = unrounded([section])
-    if not found:
+    casts = unrounded([section])
+    if not casts:
         return
     yield _heading("\nCasts inside kernels of inductor, where no value is rounded")
-    for cast in found[:_MOST]:
+    for cast in casts[:_MOST]:
         where = f" at {shorten(cast.source)}" if cast.source else ""
         kept = ", and written to memory" if cast.compiled == compat.PARTLY else ""
         yield _line(f"{cast.name}: {op_title(cast.producer)}{where}{kept}")
-    if len(found) > _MOST:
-        yield _line(f"... and {len(found) - _MOST} more")
+    if len(casts) > _MOST:
+        yield _line(f"... and {len(casts) - _MOST} more")
 
 
 def _unlisted(ops: Sequence[OpRow]) -> Iterator[RenderableType]:
@@ -391,8 +391,8 @@ def _costs(costs: Costs) -> Iterator[RenderableType]:
     prices = f" of ops and casts, forward and backward (prices: {costs.device})"
     yield _heading(title, prices)
     table = plain_table("placement")
-    left = ["allow ops left in fp32"] if costs.reward else []
-    for column in ("predicted", "against this", *left):
+    extra_columns = ["allow ops left in fp32"] if costs.reward else []
+    for column in ("predicted", "against this", *extra_columns):
         table.add_column(column, justify="right")
     for title, each in costs.titled:
         extra = amount(each.estimate - costs.ours.estimate, costs.in_bytes, signed=True)
@@ -447,9 +447,9 @@ def stayed_fp32(ops: Sequence[OpRow], low: str) -> Iterator[RenderableType]:
         yield from _places(rows)
     if len(keys) > MOST_REASONS:
         rest = keys[MOST_REASONS:]
-        left = counted(sum(len(groups[key]) for key in rest), "op")
+        ops_left = counted(sum(len(groups[key]) for key in rest), "op")
         more = counted(len(rest), "more reason")
-        yield _line(f"... and {more} for {left}; all are in report.ops")
+        yield _line(f"... and {more} for {ops_left}; all are in report.ops")
 
 
 def _places(rows: Sequence[OpRow]) -> Iterator[RenderableType]:
@@ -476,25 +476,29 @@ def _places(rows: Sequence[OpRow]) -> Iterator[RenderableType]:
 
 def _prediction(report: Document) -> Iterator[RenderableType]:
     """The predicted times by class of op, and the bound on the speed-up."""
-    found, headline = report.prediction, report.headline
-    if found is None or not report.ops:
+    prediction, headline = report.prediction, report.headline
+    if prediction is None or not report.ops:
         return
-    figures = f" of ops and casts, forward and backward (figures of {found.device})"
+    figures = (
+        f" of ops and casts, forward and backward (figures of {prediction.device})"
+    )
     yield _heading("\nPredicted time", figures)
     table = plain_table("", numbers=("number", "in fp32", "as placed"))
-    for each in found.classes:
-        fp32 = seconds_text(each.fp32) if each.fp32 else "-"
-        number = f"{each.ops:,}" if each.ops else "-"
-        table.add_row(each.title, number, fp32, seconds_text(each.placed))
-    table.add_row("together", "", seconds_text(found.fp32), seconds_text(found.placed))
+    for row in prediction.classes:
+        fp32 = seconds_text(row.fp32) if row.fp32 else "-"
+        number = f"{row.ops:,}" if row.ops else "-"
+        table.add_row(row.title, number, fp32, seconds_text(row.placed))
+    table.add_row(
+        "together", "", seconds_text(prediction.fp32), seconds_text(prediction.placed)
+    )
     yield Padding(table, (0, 0, 0, 2))
-    share, limit = found.share_that_may_be_low, found.limit
+    share, limit = prediction.share_that_may_be_low, prediction.limit
     bound = (
         f"; if these took no time: {limit:.1f} times as fast" if limit < 1000 else ""
     )
     yield _line(
-        f"{found.speed_up:.2f} times as fast as fp32. Of the fp32 time {share:.0%} is "
-        f"in ops that may be low{bound}."
+        f"{prediction.speed_up:.2f} times as fast as fp32. Of the fp32 time "
+        f"{share:.0%} is in ops that may be low{bound}."
     )
     if headline.trains:
         yield _line(
@@ -517,10 +521,10 @@ def _largest_casts(casts: Sequence[CastRow]) -> Iterator[RenderableType]:
     yield _heading(f"\nCasts in each forward ({count:,}, {total}), the largest first")
     for key in sorted(groups, key=lambda key: -sizes[key])[:LISTED]:
         kind, source = key
-        made = ", ".join(dict.fromkeys(op_title(c.producer) for c in groups[key]))
+        producers = ", ".join(dict.fromkeys(op_title(c.producer) for c in groups[key]))
         where = f" at {shorten(source)}" if source else ""
         size = bytes_text(sizes[key])
-        yield _line(f"• {len(groups[key])} {kind}, {size}: {made}{where}")
+        yield _line(f"• {len(groups[key])} {kind}, {size}: {producers}{where}")
 
 
 def _weights(rows: Sequence[WeightRow]) -> Iterator[RenderableType]:
@@ -530,10 +534,10 @@ def _weights(rows: Sequence[WeightRow]) -> Iterator[RenderableType]:
         return
     dtype = bad[0][0].dtype
     yield _heading(f"\nWeights out of the range of {dtype} ({len(bad)} of {len(rows)})")
-    for row, held in bad[:LISTED]:
-        said = f"{held.lost:,} of {held.count:,} numbers become 0"
-        if held.too_large or not math.isfinite(held.largest):
-            said = f"the largest magnitude is {held.largest:.3g}"
-        yield _line(f"• {row.name}: {said}")
+    for row, numbers in bad[:LISTED]:
+        problem = f"{numbers.lost:,} of {numbers.count:,} numbers become 0"
+        if numbers.too_large or not math.isfinite(numbers.largest):
+            problem = f"the largest magnitude is {numbers.largest:.3g}"
+        yield _line(f"• {row.name}: {problem}")
     if len(bad) > LISTED:
         yield _line(f"  and {counted(len(bad) - LISTED, 'more weight')}")

@@ -43,8 +43,8 @@ def find_section(sections: Sequence[Section], graph: int | str) -> Section:
     for section in sections:
         if section.key == str(graph):
             return section
-    known = ", ".join(s.key for s in sections) or "none was captured"
-    raise OptionError(f"graph={graph!r}: the report has no such graph; it has: {known}")
+    keys = ", ".join(s.key for s in sections) or "none was captured"
+    raise OptionError(f"graph={graph!r}: the report has no such graph; it has: {keys}")
 
 
 def answer(sections: Sequence[Section], name: str, graph: int | str | None) -> str:
@@ -69,8 +69,8 @@ def answer(sections: Sequence[Section], name: str, graph: int | str | None) -> s
     if len(holders) == 1:
         return explain(holders[0], name)
     keys = ", ".join(repr(each.key) for each in holders[1:])
-    found = explain(holders[0], name)
-    return f"{found}\n  namesakes  in the graphs {keys}, found by graph="
+    text = explain(holders[0], name)
+    return f"{text}\n  namesakes  in the graphs {keys}, found by graph="
 
 
 def _has(section: Section, name: str) -> bool:
@@ -93,8 +93,8 @@ def explain(section: Section, name: str) -> str:
     if name not in section.rewritten.facts.nodes:
         raise OptionError(_unknown(section, name, list(rows)))
     maker = element_of(section, name)
-    told = f"\n{explain(section, maker)}" if maker else ""
-    return f"{name}: {undecided(section, name)}{told}"
+    of_maker = f"\n{explain(section, maker)}" if maker else ""
+    return f"{name}: {undecided(section, name)}{of_maker}"
 
 
 def _cast(section: Section, cast: CastRow) -> str:
@@ -137,9 +137,9 @@ def _op(section: Section, rows: dict[str, OpRow], row: OpRow) -> Iterator[str]:
     yield f"  decision   {row.precision}{why}"
     if row.kernel:
         calls = counted(row.calls, "op")
-        left = advice("fuse", {row.kernel: False}, by_variables=False)
+        unfused = advice("fuse", {row.kernel: False}, by_variables=False)
         yield (
-            f"  stands for {calls} of the model, as one kernel ({left} keeps the "
+            f"  stands for {calls} of the model, as one kernel ({unfused} keeps the "
             "model's ops)"
         )
     if any(n.name == row.name and LAST in n.meta for n in section.gm.graph.nodes):
@@ -159,32 +159,32 @@ def _op(section: Section, rows: dict[str, OpRow], row: OpRow) -> Iterator[str]:
 
 def _operands(section: Section, rows: dict[str, OpRow], name: str) -> list[str]:
     facts = section.rewritten.facts
-    said = []
+    operands = []
     for operand, mode in section.rewritten.classified.reads(name):
         maker = facts.producer(operand.value)
-        held = rows[maker].precision if maker in rows else FP32
+        precision = rows[maker].precision if maker in rows else FP32
         wanted = FP32 if mode == "high" else rows[name].precision
         as_it_comes = mode == "any"
-        if as_it_comes or held == wanted:
-            said.append(f"{operand.value} ({held})")
+        if as_it_comes or precision == wanted:
+            operands.append(f"{operand.value} ({precision})")
         elif operand.value in facts.weights:
-            said.append(f"{operand.value} (weight, {wanted} copy)")
+            operands.append(f"{operand.value} (weight, {wanted} copy)")
         elif operand.value in section.wide:
-            said.append(f"{operand.value} ({held}, its {wanted} sums)")
+            operands.append(f"{operand.value} ({precision}, its {wanted} sums)")
         else:
-            said.append(f"{operand.value} ({held}, cast to {wanted})")
-    return said
+            operands.append(f"{operand.value} ({precision}, cast to {wanted})")
+    return operands
 
 
 def _readers(section: Section, rows: dict[str, OpRow], name: str) -> list[str]:
     facts = section.rewritten.facts
     values = {v for v in facts.nodes if facts.element_of.get(v, v) == name}
-    said = [
+    readers = [
         f"{row.name} ({row.precision})"
         for row in rows.values()
         if any(o.value in values for o in facts.nodes[row.name].operands)
     ]
-    return said + [f"the output ({FP32})"] * bool(values & facts.returned)
+    return readers + [f"the output ({FP32})"] * bool(values & facts.returned)
 
 
 def _listed(title: str, items: list[str]) -> Iterator[str]:
@@ -197,8 +197,8 @@ def _flipped(section: Section, row: OpRow) -> Iterator[str]:
     other = FP32 if row.is_low else section.low
     change = row.pinned or Flips(section.rewritten).of(row.name)
     if isinstance(change, str):
-        told = "cannot" if row.is_low else "not under these options"
-        yield f"  in {other}    {told}: {change}"
+        verdict = "cannot" if row.is_low else "not under these options"
+        yield f"  in {other}    {verdict}: {change}"
         classified = section.rewritten.classified
         if classified.verdicts[row.name].origin == CEILING:
             # The fp32 nodes that type promotion follows to this node begin at a root.

@@ -114,8 +114,8 @@ def bench_model(
     call = (tuple(args), dict(kwargs))
     kind = "generate" if generate else "inference" if infer else "training"
     task = Task(kind, call, generate, loss_fn, optimizer or adamw, data)
-    found = ways_for(model, options_for(model, options), ways, compiled=compiled)
-    return _Measurement(model, found, task, rounds, seconds, steps).run()
+    timed_ways = ways_for(model, options_for(model, options), ways, compiled=compiled)
+    return _Measurement(model, timed_ways, task, rounds, seconds, steps).run()
 
 
 def _made_by(
@@ -235,11 +235,11 @@ class _Measurement:
 
     def _set_up(self, running: Running) -> None:
         """Sets up a way and counts its figures; a way that fails notes its error."""
-        held = memory.Held(self.device)
+        memory_before = memory.Held(self.device)
         first = self.running[0]
         try:
             running.set_up(self.model)
-            running.figures = _figures_of(running, first, held, self.steps)
+            running.figures = _figures_of(running, first, memory_before, self.steps)
         except Exception as error:
             running.close()
             first_line = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -259,7 +259,7 @@ class _Measurement:
             return
         running.error = ""
         self.loss_from = self.loss_from or running.loss_from
-        if running is first and not self._fit_together(running, held.more()):
+        if running is first and not self._fit_together(running, memory_before.more()):
             self._go_apart()
 
     def _fit_together(self, first: Running, resident: int) -> bool:
@@ -423,7 +423,7 @@ def _disturbed(row: Row) -> list[str]:
     middle = statistics.median(row.times)
     far = [abs(seconds - middle) for seconds in row.times]
     limit = _FAR * 1.4826 * statistics.median(far)
-    count = sum(each > limit for each in far) if limit else 0
+    count = sum(distance > limit for distance in far) if limit else 0
     if not count:
         return []
     said = f"{count} of {len(row.times)} times of {row.way} lie far from its median"

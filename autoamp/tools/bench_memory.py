@@ -32,8 +32,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    said = str(error).lower()
-    return isinstance(error, RuntimeError) and any(s in said for s in _OUT_OF_MEMORY)
+    message = str(error).lower()
+    return isinstance(error, RuntimeError) and any(s in message for s in _OUT_OF_MEMORY)
 
 
 class Held:
@@ -76,11 +76,11 @@ class Held:
 def _living() -> dict[int, int]:
     """The memory of all tensors on the CPU: address to bytes, each storage once."""
     found: dict[int, int] = {}
-    for each in gc.get_objects():
-        if not issubclass(type(each), Tensor) or isinstance(each, compat.FakeTensor):
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), Tensor) or isinstance(thing, compat.FakeTensor):
             continue
-        if each.device.type == "cpu" and each.layout == torch.strided:
-            address, size = compat.storage_span(each)
+        if thing.device.type == "cpu" and thing.layout == torch.strided:
+            address, size = compat.storage_span(thing)
             found[address] = max(size, found.get(address, 0))
     return found
 

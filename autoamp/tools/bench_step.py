@@ -134,14 +134,14 @@ class Task:
         while self.data is None:
             yield self.call
         while True:
-            found = False
+            any_batch = False
             for batch in self.data:
-                found = True
+                any_batch = True
                 call: Call = pytree.tree_map_only(
                     Tensor, lambda t: t.to(device), arguments_of(batch)
                 )
                 yield call
-            if not found:
+            if not any_batch:
                 raise OptionError(
                     "data= has no batch (an iterator can be read only once)"
                 )
@@ -170,10 +170,10 @@ class Task:
         key = place, like.shape, like.device
         if key not in self.targets:
             draws = torch.Generator("cpu").manual_seed(place)
-            made = torch.randn(
+            target = torch.randn(
                 like.shape, generator=draws, dtype=torch.float32, device="cpu"
             )
-            self.targets[key] = made.to(like.device)
+            self.targets[key] = target.to(like.device)
         return self.targets[key]
 
 
@@ -320,8 +320,8 @@ class Running:
         if self is exact or self._first is None or exact._first is None:
             return None
         ours, true = (
-            torch.empty(0, dtype=torch.float32, device="cpu").set_(each)
-            for each in (self._first, exact._first)
+            torch.empty(0, dtype=torch.float32, device="cpu").set_(output)
+            for output in (self._first, exact._first)
         )
         return relative_error([ours], [true])
 
@@ -448,8 +448,8 @@ def _is_close(ways: Sequence[Running], done: int) -> bool:
         return False
     base = ways[0].seconds
     errors = [ratio(way.seconds, base, paired=True)[1] for way in ways]
-    own = statistics.stdev(base) / statistics.median(base)
-    return max(own, *errors) / math.sqrt(done) <= _CLOSE
+    spread = statistics.stdev(base) / statistics.median(base)
+    return max(spread, *errors) / math.sqrt(done) <= _CLOSE
 
 
 def ratio(
@@ -465,7 +465,7 @@ def ratio(
         shares = [mine / its for mine, its in zip(times, base, strict=False)]
         return statistics.median(shares), sigma(shares)
     middle = statistics.median(times) / statistics.median(base)
-    spread = [sigma(each) / statistics.median(each) for each in (times, base)]
+    spread = [sigma(seconds) / statistics.median(seconds) for seconds in (times, base)]
     return middle, middle * math.hypot(*spread)
 
 

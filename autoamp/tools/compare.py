@@ -323,14 +323,16 @@ def compare_model(
         label, usual = class_name(model), Options()
         every = {name: getattr(options, name) for name in OPTION_NAMES}
         asked = {n: v for n, v in every.items() if v != getattr(usual, n)}
-        found = Comparison(label, low, errors, autocast, nodes, regions, given=asked)
+        comparison = Comparison(
+            label, low, errors, autocast, nodes, regions, given=asked
+        )
         if tolerance is None:
-            return found
+            return comparison
         order = [region.module for region in regions]
         keep = bench.smallest(order, fp32, tolerance)
     if not keep:
-        return found.with_keep(keep, tolerance)
-    return found.with_keep(keep, tolerance, bench.errors(keep, fp32))
+        return comparison.with_keep(keep, tolerance)
+    return comparison.with_keep(keep, tolerance, bench.errors(keep, fp32))
 
 
 class _Bench(StandIn):
@@ -350,7 +352,7 @@ class _Bench(StandIn):
             keep: modules that stay in fp32.
             hears: whether the values of nodes are kept.
         """
-        found = HeardNodes(exact=exact, scale=1.0 if exact is None else self.scale)
+        heard = HeardNodes(exact=exact, scale=1.0 if exact is None else self.scale)
         own = self.engine.options
         options = own.replace(keep=(*own.keep, *keep)) if keep else own
 
@@ -361,13 +363,13 @@ class _Bench(StandIn):
             gm = before_rewrite(record) if exact is None else record.gm
             observers: list[Observer] = [Held()]
             if hears:
-                observers.append(_Listener(found, record, number))
+                observers.append(_Listener(heard, record, number))
             # Values are kept: the exact operands of an op are read from before casts.
             return Runner(gm, observers, keep_values=True).run(*args)
 
         self.engine.play = play
-        self.run(self.twin, found, found.scale)
-        return found
+        self.run(self.twin, heard, heard.scale)
+        return heard
 
     def errors(self, keep: Collection[str], fp32: HeardNodes) -> Errors:
         """The errors with the modules `keep` in fp32."""
@@ -382,12 +384,12 @@ class _Bench(StandIn):
         self, lows: Mapping[str, int], fp32: HeardNodes, errors: Errors
     ) -> list[RegionError]:
         """Each module put back into fp32 by itself; the largest gain comes first."""
-        found = []
+        regions = []
         for module, count in told(lows.items(), "putting modules back into fp32"):
             there = self.errors([module], fp32)
             gain = errors.worst - there.worst
-            found.append(RegionError(module, count, there, gain))
-        return sorted(found, key=lambda region: -region.gives_back)
+            regions.append(RegionError(module, count, there, gain))
+        return sorted(regions, key=lambda region: -region.gives_back)
 
     def smallest(
         self, order: Sequence[str], fp32: HeardNodes, tolerance: float
@@ -453,13 +455,13 @@ def _node_errors(
     def error(of: str, key: Key) -> float:
         return relative_error([getattr(mixed, of)[key]], [getattr(fp32, of)[key]])
 
-    found = []
+    errors = []
     for row in rows:
         ran = keys.get((row.graph, row.body, row.name), [])
         if not ran:
             continue
         flows = [k for k in ran if k in mixed.flows and k in fp32.flows]
-        found.append(
+        errors.append(
             NodeError(
                 graph=row.graph,
                 body=row.body,
@@ -473,7 +475,7 @@ def _node_errors(
                 gradient=max((error("flows", k) for k in flows), default=0.0),
             )
         )
-    return sorted(found, key=lambda node: -node.added)
+    return sorted(errors, key=lambda node: -node.added)
 
 
 class Key(NamedTuple):
@@ -534,17 +536,17 @@ class _Listener(Observer):
     def after(self, run: fx.Interpreter, n: fx.Node, value: Any) -> Any:
         """The value, which is kept if the node is a float op of the model."""
         is_float = isinstance(value, Tensor) and value.is_floating_point()
-        found, key = self.found, self._key(n)
+        heard, key = self.found, self._key(n)
         # A backward runs a checkpointed region again, whose values are known already.
-        if not is_float or key in found.values:
+        if not is_float or key in heard.values:
             return value
         if n.name not in self.record.assignment.decisions:
             return value
-        found.values[key] = value.detach().clone()
-        if found.exact is not None and value.dtype == self.record.low:
-            found.added[key] = self._added(run, n, found.exact.values)
+        heard.values[key] = value.detach().clone()
+        if heard.exact is not None and value.dtype == self.record.low:
+            heard.added[key] = self._added(run, n, heard.exact.values)
         if value.requires_grad:
-            keep = functools.partial(_keep, found.flows, key, found.scale)
+            keep = functools.partial(_keep, heard.flows, key, heard.scale)
             compat.hook_gradient(value, keep)
         return value
 

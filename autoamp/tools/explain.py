@@ -63,7 +63,7 @@ def explain_model(
     # Dynamo may begin a frame anew after it has captured a graph, which never runs.
     graphs = engine.record.graphs
     graphs[:] = [each for each in graphs if each.runs] or graphs
-    found = report_of(
+    report = report_of(
         engine.record, model, (asked or device_of(home_of(model), low)).name
     )
-    return replace(found, memory=memory_of_step(model, found))
+    return replace(report, memory=memory_of_step(model, report))

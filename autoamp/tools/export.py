@@ -111,19 +111,19 @@ def _exported(
         options = options.without_kernels(CHANNELS_LAST)
     device = None if target.device is None else named_device(target.device, low)
     exact = call.results_of(graph.program)
-    made = placed(graph, options, low, device=device)
-    check_finite(class_name(model), made.results, exact, low)
-    mixed = MixedModel(graph, made.prepared.gm)
+    rewritten = placed(graph, options, low, device=device)
+    check_finite(class_name(model), rewritten.results, exact, low)
+    mixed = MixedModel(graph, rewritten.prepared.gm)
     program = mixed.export(call)
     read = {spec.target for spec in program.graph_signature.input_specs if spec.target}
     check_weights(held_by(program), read, mixed.sources, weights_of(model))
     results = call.results_of(program)
-    check_same(results, made.results)
+    check_same(results, rewritten.results)
     if target.one_dtype:
         program = mixed.export(call, one_dtype=True)
         results = call.results_of(program)
-        check_as_true(results, made.results, exact)
-    report = report_of(made.record, model, "" if device is None else device.name)
+        check_as_true(results, rewritten.results, exact)
+    report = report_of(rewritten.record, model, "" if device is None else device.name)
     _keep_plan(program, report, target, mixed.sources)
     if conversion_of(model) is not None:
         compare_with_converted(

@@ -176,12 +176,12 @@ def _save(program: torch.export.ExportedProgram, draft: Path) -> None:
             "program without results: return a tensor or None from the model, or leave "
             "out= away and use the program that export returns"
         )
-    held = io.BytesIO()  # torch's writer of files ends the process on a full disk
+    archive = io.BytesIO()  # torch's writer of files ends the process on a full disk
     with warnings.catch_warnings():
         # Torch warns of each weight with its channels last, and writes it all the same.
         warnings.filterwarnings("ignore", "No complete tensor found")
-        torch.export.save(program, held)
-    draft.write_bytes(held.getbuffer())
+        torch.export.save(program, archive)
+    draft.write_bytes(archive.getbuffer())
 
 
 def _compile(program: torch.export.ExportedProgram, draft: Path) -> None:
@@ -199,8 +199,8 @@ def _draft(path: Path) -> Iterator[Path]:
     try:
         folder.mkdir()
         yield folder / path.name
-        for each in sorted(folder.iterdir(), key=lambda p: p.name == path.name):
-            os.replace(each, path.with_name(each.name))
+        for file in sorted(folder.iterdir(), key=lambda p: p.name == path.name):
+            os.replace(file, path.with_name(file.name))
     except OSError as error:
         raise ExportError(
             f"out={str(path)!r}: the file cannot be written there, and an older one "

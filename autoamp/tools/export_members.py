@@ -112,9 +112,9 @@ def check_archive(where: str, path: Path) -> list[str]:
 
 
 def _members_of(path: Path) -> dict[str, tuple[int, str]]:
-    found: dict[str, tuple[int, str]] = {}
+    members: dict[str, tuple[int, str]] = {}
     with zipfile.ZipFile(path) as archive:
         for name in archive.namelist():
             with archive.open(name) as member:
-                found[name] = digest_of_file(cast(BinaryIO, member))
-    return found
+                members[name] = digest_of_file(cast(BinaryIO, member))
+    return members

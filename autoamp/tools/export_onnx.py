@@ -47,15 +47,15 @@ def write(target: Target, program: torch.export.ExportedProgram, path: Path) -> 
     plan = plan_kept_in(program)
     low = parse_low_dtype(plan.report.get("compute_dtype") or "")
     opset = None if low is None else target.opsets.get(short_name(low))
-    made = compat.onnx_program(program, opset)
-    _check_writes(made.exported_program)
+    onnx_program = compat.onnx_program(program, opset)
+    _check_writes(onnx_program.exported_program)
     size = sum(t.numel() * t.element_size() for _, t in held_by(program))
-    made.save(os.fspath(path), external_data=size > _LARGE)
+    onnx_program.save(os.fspath(path), external_data=size > _LARGE)
     model = onnx.load(os.fspath(path), load_external_data=False)
     if not model.graph.output:
         raise ExportError("the model returns no tensor, which an ONNX file has to")
-    own = _with_onnx_names(plan, model)
-    model.metadata_props.add(key=PLAN_KEY, value=own.to_json())
+    renamed = _with_onnx_names(plan, model)
+    model.metadata_props.add(key=PLAN_KEY, value=renamed.to_json())
     note = note_of_members(_members(model, path))
     model.metadata_props.add(key=MEMBERS, value=note)
     path.write_bytes(model.SerializeToString())
@@ -99,7 +99,7 @@ def _members(model: Any, path: Path) -> dict[str, tuple[int, str]]:
     kept = [each for each in model.metadata_props if each.key != MEMBERS]
     del bare.metadata_props[:]
     bare.metadata_props.extend(kept)
-    found = {"model": digest_of([bare.SerializeToString(deterministic=True)])}
+    digests = {"model": digest_of([bare.SerializeToString(deterministic=True)])}
     places = {
         each.value
         for graph in _graphs(model.graph)
@@ -110,10 +110,10 @@ def _members(model: Any, path: Path) -> dict[str, tuple[int, str]]:
     for place in sorted(places):
         try:
             with (path.parent / place).open("rb") as file:
-                found[place] = digest_of_file(file)
+                digests[place] = digest_of_file(file)
         except (OSError, ValueError):
-            found[place] = (0, "")  # as of no file
-    return found
+            digests[place] = (0, "")  # as of no file
+    return digests
 
 
 def opened(path: str | os.PathLike[str], shown: str) -> tuple[Any, Plan, SavedReport]:
@@ -158,8 +158,8 @@ def _with_onnx_names(plan: Plan, model: Any) -> Plan:
             continue
         notes = {each.key: each.value for each in node.metadata_props}
         of = re.match(r"%(\w+) ", notes.get(_NODE, ""))
-        known = plan.nodes.get(name) or plan.nodes.get(of[1] if of else "")
-        nodes[name] = ((dtype,), known[1] if known else "")
+        node_plan = plan.nodes.get(name) or plan.nodes.get(of[1] if of else "")
+        nodes[name] = ((dtype,), node_plan[1] if node_plan else "")
     weights = {
         name: (plan.weights.get(name, ("", ""))[0], dtype)
         for name, dtype in _weights(model)
@@ -170,8 +170,8 @@ def _with_onnx_names(plan: Plan, model: Any) -> Plan:
 def _typed(model: Any) -> Iterator[tuple[str, str, Any]]:
     """The name and the dtype of each tensor that a node makes, and the node."""
     for graph in _graphs(model.graph):
-        known = (*graph.value_info, *graph.output)
-        kinds = {each.name: each.type.tensor_type.elem_type for each in known}
+        typed = (*graph.value_info, *graph.output)
+        kinds = {each.name: each.type.tensor_type.elem_type for each in typed}
         for node in graph.node:
             for name in node.output:
                 if kinds.get(name):  # none is known of a sequence
@@ -181,8 +181,8 @@ def _typed(model: Any) -> Iterator[tuple[str, str, Any]]:
 def _weights(model: Any) -> Iterator[tuple[str, str]]:
     """The name and the dtype of each weight."""
     for graph in _graphs(model.graph):
-        for each in graph.initializer:
-            yield each.name, _named(each.data_type)
+        for tensor in graph.initializer:
+            yield tensor.name, _named(tensor.data_type)
 
 
 def _graphs(graph: Any) -> Iterator[Any]:

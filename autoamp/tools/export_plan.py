@@ -112,15 +112,17 @@ def _differences(
     planned: Mapping[str, tuple[str, ...]],
     there: Mapping[str, tuple[str, ...]],
 ) -> list[str]:
-    found = [
+    differences = [
         f"{kind} {name} is {', '.join(there[name])} and was planned as "
         f"{', '.join(dtypes)}"
         for name, dtypes in planned.items()
         if name in there and there[name] != dtypes
     ]
-    found += [f"{kind} {name} is gone" for name in planned if name not in there]
-    found += [f"{kind} {name} is in no plan" for name in there if name not in planned]
-    return found
+    differences += [f"{kind} {name} is gone" for name in planned if name not in there]
+    differences += [
+        f"{kind} {name} is in no plan" for name in there if name not in planned
+    ]
+    return differences
 
 
 def plan_of(
@@ -156,7 +158,7 @@ def _classes_of(program: torch.export.ExportedProgram) -> tuple[str, ...]:
     Torch's loaders find such a class once the module is imported that registers it.
     """
     specs = [program.call_spec.in_spec, program.call_spec.out_spec]
-    found: dict[str, None] = {}
+    classes: dict[str, None] = {}
     while specs:
         spec = specs.pop()
         if spec is None or spec.is_leaf():
@@ -166,8 +168,8 @@ def _classes_of(program: torch.export.ExportedProgram) -> tuple[str, ...]:
         for kind in (each for each in kinds if isinstance(each, type)):
             package = kind.__module__.partition(".")[0]
             if package not in ("builtins", "collections", "torch"):
-                found[f"{kind.__module__}.{kind.__qualname__}"] = None
-    return tuple(found)
+                classes[f"{kind.__module__}.{kind.__qualname__}"] = None
+    return tuple(classes)
 
 
 def check_program(
@@ -178,9 +180,9 @@ def check_program(
     Raises:
         ExportError: a node or a weight is missing, is new, or has another dtype.
     """
-    made = {name: _names(dtypes) for name, _, dtypes in made_by(program.graph)}
-    held = {name: _names([t.dtype])[0] for name, t in held_by(program)}
-    plan.check(where, "node", made, held)
+    made_dtypes = {name: _names(dtypes) for name, _, dtypes in made_by(program.graph)}
+    held_dtypes = {name: _names([t.dtype])[0] for name, t in held_by(program)}
+    plan.check(where, "node", made_dtypes, held_dtypes)
 
 
 def keep_plan(program: torch.export.ExportedProgram, plan: dict[str, Any]) -> None:
@@ -263,8 +265,8 @@ def plan_from(where: str, data: object) -> tuple[Plan, SavedReport]:
     # Files of earlier days have no classes.
     classes = checked(data.get("classes", []), "classes", "list of strings")
     target = checked(data.get("target"), "target", "string")
-    found = Plan(target, report or {}, nodes, weights, tuple(classes))
-    return found, report_in(where, report)
+    plan = Plan(target, report or {}, nodes, weights, tuple(classes))
+    return plan, report_in(where, report)
 
 
 _IS: dict[str, Callable[[Any], bool]] = {

@@ -146,8 +146,8 @@ def captured(model: nn.Module, call: Call) -> Captured:
 
 def _cannot(model: nn.Module, error: Exception) -> str:
     """Says that torch cannot export a model, where, and what to do."""
-    told = str(error).strip().partition("\n\n")[0].partition("\nCaused by")[0]
-    text = printable_line(f"{type(error).__name__}: {told}", 800).rstrip(".")
+    reason = str(error).strip().partition("\n\n")[0].partition("\nCaused by")[0]
+    text = printable_line(f"{type(error).__name__}: {reason}", 800).rstrip(".")
     line = _users_line(error)
     return (
         f"{class_name(model)} cannot be exported, because torch.export cannot make one "
@@ -341,10 +341,10 @@ def _take_weights(
             while name in sources:
                 number, name = number + 1, f"{wanted}_{number}"
             named[key], sources[name] = name, path
-            own = value.detach().clone() if source is value else value
+            copy = value.detach().clone() if source is value else value
             if isinstance(source, nn.Parameter):
-                own = nn.Parameter(own, requires_grad=False)
-            _put(root, name, own)
+                copy = nn.Parameter(copy, requires_grad=False)
+            _put(root, name, copy)
         node.target = named[key]
     return sources
 

@@ -121,22 +121,22 @@ def check_installed(package: str, what: str) -> None:
 def targets() -> Mapping[str, Target]:
     """Every target by its name, in the order of the table."""
     text = Path(__file__).with_name("targets.toml").read_text(encoding="utf-8")
-    found: dict[str, Target] = {}
+    table: dict[str, Target] = {}
     for name, row in tomllib.loads(text).items():
-        like = found.get(row.pop("like", ""))
-        own: dict[str, Any] = {
+        like = table.get(row.pop("like", ""))
+        fields: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value
             for key, value in row.items()
         }
         if like is None:
-            found[name] = Target(name, **own)
+            table[name] = Target(name, **fields)
         else:
-            own = {"no_gain": {}, "refused": {}, "device": None, **own}
-            found[name] = replace(like, name=name, **own)
-    for target in found.values():
+            fields = {"no_gain": {}, "refused": {}, "device": None, **fields}
+            table[name] = replace(like, name=name, **fields)
+    for target in table.values():
         undecided = LOW_DTYPES.keys() - target.dtypes - target.refused.keys()
         assert not undecided, f"{target.name} says nothing of {undecided}"
-    return found
+    return table
 
 
 def target_of(name: str | None) -> Target:
@@ -145,13 +145,13 @@ def target_of(name: str | None) -> Target:
     Raises:
         OptionError: there is no such target.
     """
-    known = targets()
+    all_targets = targets()
     if name in REMOVED_TARGETS:
         raise OptionError(f"target={name!r} was removed: {REMOVED_TARGETS[name]}")
     if name is None:
-        return known["pt2"]
-    if not isinstance(name, str) or name not in known:
+        return all_targets["pt2"]
+    if not isinstance(name, str) or name not in all_targets:
         raise OptionError(
-            f"target={name!r} is unknown; the targets are {', '.join(known)}"
+            f"target={name!r} is unknown; the targets are {', '.join(all_targets)}"
         )
-    return known[name]
+    return all_targets[name]

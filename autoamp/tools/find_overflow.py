@@ -278,7 +278,7 @@ class Recording(StandIn):
                 # Autograd then records the lines of Python code between graphs.
                 torch.autograd.set_detect_anomaly(True, check_nan=False),
             ):
-                found = outcome_of(
+                outcome = outcome_of(
                     self.twin,
                     call,
                     self.loss_fn,
@@ -288,7 +288,7 @@ class Recording(StandIn):
                     around_loss=Listening(trail),
                 )
             trail.let_go()
-            return RecordedCall(trail, trail.maker(found.loss))
+            return RecordedCall(trail, trail.maker(outcome.loss))
         finally:
             self.engine.play = None
 
@@ -375,8 +375,8 @@ def find_overflow_model(
             _run_plainly(model, call, trains=trains)  # raises the model's own error
             raise
         search = Search(stand_in, engine.options, label, low, scale=scale)
-        found = search.answer(first)
-        return replace(found, forward_only=first.loss is None)
+        overflow = search.answer(first)
+        return replace(overflow, forward_only=first.loss is None)
 
 
 class Search:
@@ -415,11 +415,11 @@ class Search:
         if step is None:  # fp32 has the same infinities, and they do no harm
             return self._nothing(call)
         step.wide = self._size(step)
-        found = self._at(step)
+        overflow = self._at(step)
         if harmful(call.trail, call.loss) is None:
-            found = replace(found, harmless=True)
+            overflow = replace(overflow, harmless=True)
         broken = self.own_fault is not None
-        return replace(found, in_fp32=broken, rule=self._cure(step))
+        return replace(overflow, in_fp32=broken, rule=self._cure(step))
 
     def _blamed(self, call: RecordedCall) -> Step | None:
         """The step to blame, unless fp32 fails at that step as well."""
@@ -429,13 +429,13 @@ class Search:
         return first_out_of_range(call.trail, call.loss, self.own)
 
     def _at(self, step: Step) -> Overflow:
-        found = overflow_at(step, self.label, self.low, found=True, scale=self.scale)
+        overflow = overflow_at(step, self.label, self.low, found=True, scale=self.scale)
         reader = ""
         if step.node is not None and step.is_cast and not step.is_backward:
             reader = ", ".join(
                 dict.fromkeys(str(location_of(each)) for each in readers(step.node))
             )
-        return replace(found, reader=reader)
+        return replace(overflow, reader=reader)
 
     def _nothing(self, call: RecordedCall) -> Overflow:
         close = nearest(call.trail)
@@ -462,9 +462,9 @@ class Search:
     def _cure(self, step: Step) -> Remedy | None:
         """The smallest remedy under which no step of a call is to blame, or None."""
         fault = Fault(step, self.player.records(self.options))
-        found = cure(fault, self._left, told(range(TRIES), "trying rules"))
-        if found is not None:
-            return found
+        remedy = cure(fault, self._left, told(range(TRIES), "trying rules"))
+        if remedy is not None:
+            return remedy
         everything = Remedy(keep=(EVERYTHING,))
         return everything if self._left(everything) is None else None
 
@@ -481,10 +481,10 @@ class Search:
 def _loss_scale(model: nn.Module, engine: Engine) -> float:
     """The present loss scale of the training, or the scale that it would begin with."""
     state = conversion_of(model)
-    own = state.engine if state is not None else None
-    if own is None or own.record.low != engine.record.low:
-        own = engine
-    scaling = own.record.scaling
+    training = state.engine if state is not None else None
+    if training is None or training.record.low != engine.record.low:
+        training = engine
+    scaling = training.record.scaling
     return float(scaling.loss_scale.scale) if scaling.enabled else 1.0
 
 

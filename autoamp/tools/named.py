@@ -166,7 +166,7 @@ def function_of(name: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
-        found = _imported(place)
+        module = _imported(place)
     except OptionError:
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code)
@@ -174,16 +174,16 @@ def function_of(name: str) -> Callable[..., Any]:
             f"{name}: {place} cannot be imported: {told(error)}"
         ) from None
     try:
-        function: Any = functools.reduce(getattr, path.split("."), found)
+        function: Any = functools.reduce(getattr, path.split("."), module)
     except AttributeError:
-        own = [key for key, value in vars(found).items() if callable(value)]
+        callables = [key for key, value in vars(module).items() if callable(value)]
         kind = "file" if place.endswith(".py") else "module"
         raise OptionError(
-            f"{name}: {kind} {place} has no {path}{_meant(path, own)}"
+            f"{name}: {kind} {place} has no {path}{_meant(path, callables)}"
         ) from None
     if not callable(function):
-        given = type(function).__name__
-        raise OptionError(f"{name} is a {given}, not a function; {_GIVES}")
+        type_name = type(function).__name__
+        raise OptionError(f"{name} is a {type_name}, not a function; {_GIVES}")
     return function  # type: ignore[no-any-return]
 
 
@@ -237,22 +237,24 @@ def _checked(name: str, returned: Any, lengths: tuple[int, ...]) -> Made:
         if isinstance(returned, tuple):
             given = f"tuple of {len(returned)}"
         raise OptionError(f"{name} returned a {given}; {_GIVES}")
-    made = Made(*returned)
+    model_and_call = Made(*returned)
     parts: tuple[tuple[str, type, str], ...] = (
         ("model", nn.Module, "a torch.nn.Module"),
         ("args", tuple, "a tuple of the arguments of a call"),
         ("kwargs", dict, "a dict of the keyword arguments of a call"),
     )
     for part, kind, must in parts:
-        value = getattr(made, part)
+        value = getattr(model_and_call, part)
         if not isinstance(value, kind):
             given = type(value).__name__
             raise OptionError(
                 f"{name} returned a {given} as {part}, which must be {must}"
             )
-    if wrong := next((key for key in made.kwargs if not isinstance(key, str)), None):
+    if wrong := next(
+        (key for key in model_and_call.kwargs if not isinstance(key, str)), None
+    ):
         raise OptionError(f"{name} returned kwargs with the key {wrong!r}, no string")
-    return made
+    return model_and_call
 
 
 # -- the line of a user that an error comes from ---------------------------------------

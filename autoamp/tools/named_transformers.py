@@ -156,20 +156,20 @@ def _refuse_unknown(
     Raises:
         OptionError: there is such a name in a configuration, or in one inside it.
     """
-    kind, own = type(config), vars(config)
-    known = {*inspect.signature(kind.__init__).parameters, *kind.attribute_map}
-    known |= {*kind.sub_configs}
+    kind, settings = type(config), vars(config)
+    names = {*inspect.signature(kind.__init__).parameters, *kind.attribute_map}
+    names |= {*kind.sub_configs}
     plain = None
     with contextlib.suppress(Exception):  # some configurations have no defaults
         plain = kind()
-    known |= own.keys() - arguments.keys() if plain is None else vars(plain).keys()
+    names |= settings.keys() - arguments.keys() if plain is None else vars(plain).keys()
     for name, value in arguments.items():
-        there = name in known or hasattr(plain, name) or hasattr(within, name)
-        if name in own and not there:
-            near = _nearest(name, [each for each in known if each[0] != "_"])
+        there = name in names or hasattr(plain, name) or hasattr(within, name)
+        if name in settings and not there:
+            near = _nearest(name, [each for each in names if each[0] != "_"])
             raise OptionError(f"{text}: {class_name(config)} has no {name}{near}")
-        if isinstance(value, dict) and hasattr(own.get(name), "sub_configs"):
-            _refuse_unknown(own[name], value, text, getattr(plain, name, None))
+        if isinstance(value, dict) and hasattr(settings.get(name), "sub_configs"):
+            _refuse_unknown(settings[name], value, text, getattr(plain, name, None))
 
 
 def _nearest(word: str, known: list[str]) -> str:
@@ -194,16 +194,16 @@ def _parsed(text: str) -> tuple[str, dict[str, Any]]:
         raise OptionError(
             f"{text!r}: write a name, or a name with keywords, as LlamaConfig(a=1)"
         )
-    found = {}
+    values = {}
     for each in tree.keywords:
         try:
-            found[each.arg] = ast.literal_eval(each.value)
+            values[each.arg] = ast.literal_eval(each.value)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             raise OptionError(
                 f"{text!r}: {each.arg}={ast.unparse(each.value)} is no literal: give a "
                 "number, a string, True, False, None, or a list or dict of literals"
             ) from None
-    return tree.func.id, found
+    return tree.func.id, values
 
 
 def _from_file(library: Any, path: str) -> Any:

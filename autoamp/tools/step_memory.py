@@ -43,9 +43,11 @@ def memory_of_step(model: nn.Module, report: Document) -> StepMemory | None:
     except Exception:  # an op of the user's own may have no rule for fake tensors
         logger.debug("autoamp: the values kept are not counted", exc_info=True)
         kept, counted = report.headline.kept, False
-    held = {storage_key(t): bytes_held(t) for t in (*weights, *_parts(model.buffers()))}
+    sizes = {
+        storage_key(t): bytes_held(t) for t in (*weights, *_parts(model.buffers()))
+    }
     return StepMemory(
-        weights=sum(held.values()),
+        weights=sum(sizes.values()),
         copies=report.cast_counts.kept_bytes,
         gradients=sum(each.nbytes for each in trained),
         kept=kept,

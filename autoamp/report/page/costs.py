@@ -48,13 +48,13 @@ def changes_of(
     first = sorted(free, key=lambda row: -row.bytes)[: MOST_WORK // work]
     exact = {row.name for row in first}
     roots = _roots(section, index)
-    found = {}
+    changes = {}
     for row in section.ops:
         name = row.name
-        made = row.pinned or (solver.of(name) if name in exact else None)
-        flip = {"to": FP32 if row.is_low else section.low, **_flip(section, made)}
-        found[name] = {"flip": flip, "root": roots.get(name)}
-    return found
+        change = row.pinned or (solver.of(name) if name in exact else None)
+        flip = {"to": FP32 if row.is_low else section.low, **_flip(section, change)}
+        changes[name] = {"flip": flip, "root": roots.get(name)}
+    return changes
 
 
 def _flip(section: Section, found: Flip | str | None) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _flip(section: Section, found: Flip | str | None) -> dict[str, Any]:
 def _roots(section: Section, index: Mapping[str, int]) -> dict[str, dict[str, Any]]:
     classified = section.rewritten.classified
     low = low_under_autocast(classified)
-    found: dict[str, dict[str, Any]] = {}
+    roots: dict[str, dict[str, Any]] = {}
     for row in section.ops:
         if row.is_low or classified.verdicts[row.name].origin != CEILING:
             continue
@@ -85,12 +85,12 @@ def _roots(section: Section, index: Mapping[str, int]) -> dict[str, dict[str, An
         is_value = root.source in classified.facts.constants
         first = root.reader if is_value else root.source
         chain = [first, *root.path, row.name]
-        found[row.name] = {
+        roots[row.name] = {
             "node": index[first],
             "said": root_text(section, root),
             "chain": [index[name] for name in dict.fromkeys(chain)],
         }
-    return found
+    return roots
 
 
 def costs_of_boxes(
@@ -116,7 +116,7 @@ def costs_of_boxes(
         members[parent] += members[box]
         fp32[parent] += fp32[box]
         placed[parent] += placed[box]
-    found = []
+    costs = []
     for box, rows in enumerate(members):
         entry: dict[str, Any] = {"fp32": fp32[box], "placed": placed[box]}
         free = [row for row in rows if not row.pinned]
@@ -128,19 +128,19 @@ def costs_of_boxes(
                 why = change if isinstance(change, str) else ""
                 extra = None if isinstance(change, str) else change.extra
                 entry[key] = {"ops": changed, "extra": extra, "why": why}
-        found.append(entry)
-    return found
+        costs.append(entry)
+    return costs
 
 
 def _casts(section: Section, box_of: Mapping[str, int]) -> list[tuple[int, int]]:
     """The box of the first op that reads each cast, and the cost of the cast."""
     assignment = section.rewritten.assignment
-    found = []
+    costs = []
     for group in assignment.problem.groups:
         cost = group.cost(assignment.low.__contains__)
         if cost:
             is_low = group.value in assignment.low
             readers = [r for r in group.readers if (r in assignment.low) != is_low]
             homes = [box_of[n] for n in (*readers, group.value) if n in box_of]
-            found.append((homes[0] if homes else 0, cost))
-    return found
+            costs.append((homes[0] if homes else 0, cost))
+    return costs

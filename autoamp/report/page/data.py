@@ -82,9 +82,9 @@ def data_of(report: Document, advice: Callable[[], Sequence[str]]) -> dict[str, 
     for section in report.sections:
         title = f"graph {section.key}"
         graph = partial(_graph, report, section, work)
-        made = attempt(title, graph, partial(left_out, title))
-        if made is not None:
-            graphs.append(made)
+        drawn = attempt(title, graph, partial(left_out, title))
+        if drawn is not None:
+            graphs.append(drawn)
     return {
         "schema": PAGE_SCHEMA,
         "version": PAGE_VERSION,
@@ -110,8 +110,8 @@ def _answers(report: Document, advice: Sequence[str]) -> dict[str, Any]:
     low = report.compute_dtype
     if low is None:
         return _no_answers(report, advice)
-    found = report.headline
-    title, rows, sentence = gains_of(found, low)
+    headline = report.headline
+    title, rows, sentence = gains_of(headline, low)
     return {
         "verdict": _verdict(report),
         "runs_low": [*runs_low(report, low)],
@@ -123,7 +123,7 @@ def _answers(report: Document, advice: Sequence[str]) -> dict[str, Any]:
             "footnote": FOOTNOTE if rows else "",
             "error": ERROR,
         },
-        "figures": {"before": _before(found), "after": _after(found)},
+        "figures": {"before": _before(headline), "after": _after(headline)},
         "next": list(advice),
     }
 
@@ -160,30 +160,30 @@ def _verdict(report: Document) -> list[str]:
     return [NOTHING, *reasons[:MOST_REASONS], *last]
 
 
-def _before(found: Headline) -> list[dict[str, str]]:
+def _before(headline: Headline) -> list[dict[str, str]]:
     """The figures of the model in fp32."""
     figures = []
-    if found.seconds_fp32 is not None:
-        work = "forward and backward" if found.trains else "a forward"
-        time = seconds_text(found.seconds_fp32)
+    if headline.seconds_fp32 is not None:
+        work = "forward and backward" if headline.trains else "a forward"
+        time = seconds_text(headline.seconds_fp32)
         figures.append(_figure(time, work, "in fp32, predicted"))
-    if found.trains:
-        kept = bytes_text(found.kept_fp32)
+    if headline.trains:
+        kept = bytes_text(headline.kept_fp32)
         figures.append(_figure(kept, "that the backward may read", "in fp32"))
     return [*figures, _figure("none", "error of rounding", "all is fp32")]
 
 
-def _after(found: Headline) -> list[dict[str, str]]:
+def _after(headline: Headline) -> list[dict[str, str]]:
     """Speed, memory and error of the converted model, beside `torch.autocast`."""
     figures = []
-    if found.speed_up is not None:
-        over = f"{found.speed_up_over_autocast:.2f}{_TIMES}"
+    if headline.speed_up is not None:
+        over = f"{headline.speed_up_over_autocast:.2f}{_TIMES}"
         beside = f"{over} torch.autocast, predicted"
-        speed_up = f"{found.speed_up:.2f}{_TIMES}"
+        speed_up = f"{headline.speed_up:.2f}{_TIMES}"
         figures.append(_figure(speed_up, "as fast as fp32", beside))
-    if found.trains:
-        beside = f"torch.autocast {bytes_text(found.kept_autocast)}, predicted"
-        kept = bytes_text(found.kept)
+    if headline.trains:
+        beside = f"torch.autocast {bytes_text(headline.kept_autocast)}, predicted"
+        kept = bytes_text(headline.kept)
         figures.append(_figure(kept, "that the backward may read", beside))
     measured = "compare() measures it"
     return [*figures, _figure("—", "error of rounding", measured)]
@@ -294,8 +294,12 @@ def _casts(casts: Sequence[CastRow]) -> list[dict[str, Any]]:
         sizes[row.kind, row.dtype, row.every_call].append(row.bytes)
     keys = ("kind", "dtype", "every_call")
     return [
-        {**dict(zip(keys, key, strict=True)), "count": len(found), "bytes": sum(found)}
-        for key, found in sorted(sizes.items())
+        {
+            **dict(zip(keys, key, strict=True)),
+            "count": len(nbytes),
+            "bytes": sum(nbytes),
+        }
+        for key, nbytes in sorted(sizes.items())
     ]
 
 

@@ -230,11 +230,11 @@ _NOTES = {
 
 def _merged(before: Sequence[str], after: Sequence[str]) -> list[str]:
     """The names of `after`; a name of `before` alone follows its predecessor."""
-    known = set(after)
+    names_after = set(after)
     behind: dict[str, list[str]] = defaultdict(list)
     last = ""
     for name in before:
-        if name in known:
+        if name in names_after:
             last = name
         else:
             behind[last].append(name)
@@ -263,20 +263,20 @@ def _plumbing_of(nodes: Sequence[fx.Node], ops: Container[str]) -> frozenset[str
     reaches neither a float op (`ops`) nor the output, except float ops and unread
     inputs.
     """
-    found: set[str] = set()
+    plumbing: set[str] = set()
     for node in reversed(nodes):
         readers = list(node.users)
         if node.op in ("placeholder", "get_attr"):
             hidden = bool(readers) and all(
-                reader.name in found or _is_statistic(node, reader)
+                reader.name in plumbing or _is_statistic(node, reader)
                 for reader in readers
             )
         else:
             is_own = node.op == "output" or node.name in ops
-            hidden = not is_own and all(reader.name in found for reader in readers)
+            hidden = not is_own and all(reader.name in plumbing for reader in readers)
         if hidden:
-            found.add(node.name)
-    return frozenset(found)
+            plumbing.add(node.name)
+    return frozenset(plumbing)
 
 
 def _is_statistic(node: fx.Node, reader: fx.Node) -> bool:
@@ -304,7 +304,7 @@ def _by_call(
         for name, module in modules.items()
         if module is not None
     }
-    found: dict[str, Path | None] = {name: paths.get(name) for name in modules}
+    numbered_paths: dict[str, Path | None] = {name: paths.get(name) for name in modules}
     order = list(modules)
     waiting = [(list(paths), 0)]
     for names, depth in waiting:  # grows while it is walked
@@ -320,11 +320,11 @@ def _by_call(
                 continue
             for number, run in enumerate(runs, 1):
                 for name in run:
-                    path = found[name] or ()
+                    path = numbered_paths[name] or ()
                     numbered = f"{segment}{_CALL}{number}"
-                    found[name] = (*path[:depth], numbered, *path[depth + 1 :])
+                    numbered_paths[name] = (*path[:depth], numbered, *path[depth + 1 :])
                 waiting.append((run, depth + 1))
-    return found
+    return numbered_paths
 
 
 def _loops(

@@ -92,7 +92,7 @@ def _runs(
     like: Callable[[str], Hashable],
 ) -> list[list[Path]]:
     """The longest runs of blocks that are numbered one after the other and alike."""
-    found: list[list[Path]] = [[]]
+    runs: list[list[Path]] = [[]]
     last: Hashable = None
     for block in blocks:
         if not block[-1].isdecimal():
@@ -103,7 +103,7 @@ def _runs(
             (homes[name][len(block) :], like(name)) for name in members[block]
         )
         if (number - 1, inside) != last:
-            found.append([])
-        found[-1].append(block)
+            runs.append([])
+        runs[-1].append(block)
         last = number, inside
-    return [run for run in found if len(run) >= LEAST]
+    return [run for run in runs if len(run) >= LEAST]

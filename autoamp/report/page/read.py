@@ -28,8 +28,8 @@ def page_at(path: str) -> _Data:
     """
     shown = printable_line(path, 300)
     try:
-        found = _DATA.search(Path(path).read_text(encoding="utf-8"))
-        data = json.loads(found[1]) if found else None
+        match = _DATA.search(Path(path).read_text(encoding="utf-8"))
+        data = json.loads(match[1]) if match else None
     except (OSError, ValueError, RecursionError) as error:
         raise OptionError(f"{shown}: cannot be read as a page ({error})") from None
     if not isinstance(data, dict) or data.get("schema") != PAGE_SCHEMA:
@@ -58,18 +58,18 @@ def report_of_page(path: str, data: _Data) -> SavedReport:
 
 
 def _rows(data: _Data) -> _Data:
-    found: _Data = {"schema": SCHEMA, "version": VERSION, "ops": [], "casts": []}
-    found |= {"model": data["model"], "compute_dtype": data["compute_dtype"]}
-    found["graphs"] = []
+    report: _Data = {"schema": SCHEMA, "version": VERSION, "ops": [], "casts": []}
+    report |= {"model": data["model"], "compute_dtype": data["compute_dtype"]}
+    report["graphs"] = []
     for graph in data["graphs"]:
         number, _, body = graph["key"].partition("/")
         where = {"graph": int(number), "body": body}
-        found["graphs"].append({**where, "device": graph["tables"]["device"]})
+        report["graphs"].append({**where, "device": graph["tables"]["device"]})
         for node in graph["nodes"]:
             if node["cast"]:
-                found["casts"].append({**where, "name": node["name"], **node["cast"]})
+                report["casts"].append({**where, "name": node["name"], **node["cast"]})
             if node["decision"]:
                 decision = node["decision"]
                 reason = {"reason": f"{decision['rule']}; {decision['reason']}"}
-                found["ops"].append({**node, **where, **decision, **reason})
-    return found
+                report["ops"].append({**node, **where, **decision, **reason})
+    return report
