@@ -283,17 +283,17 @@ def place_of(error: BaseException, name: str = "") -> str:
         "" where there is none.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [each for each in frames if _is_theirs(each.filename)]
+    others = (sys.base_prefix, _OURS, "<")
+    theirs = [
+        frame
+        for frame in frames
+        if _SITE not in frame.filename and not frame.filename.startswith(others)
+    ]
     if theirs:
         last = theirs[-1]
         return f"{last.filename}:{last.lineno}: {last.line}"
     is_of_call = isinstance(error, _OF_A_CALL) and name and not names_a_model(name)
     return _returning(name) if is_of_call else ""
-
-
-def _is_theirs(filename: str) -> bool:
-    is_library = _SITE in filename or filename.startswith((sys.base_prefix, _OURS))
-    return not is_library and not filename.startswith("<")
 
 
 def _returning(name: str) -> str:

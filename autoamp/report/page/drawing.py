@@ -89,7 +89,13 @@ class Drawing:
         for name, read in operands.items():
             for operand in read:
                 readers[operand].append(name)
-        calls = _by_call({name: self._module(name) for name in names}, operands)
+        modules: dict[str, str | None] = {}
+        for name in names:
+            fact = self._fact(name)
+            module = fact.module if fact else "" if name in self._before else None
+            # The readers of a weight or of a cast decide where it is drawn.
+            modules[name] = None if self._kinds[name] in _LATE else module
+        calls = _by_call(modules, operands)
         homes: dict[str, Path] = {}
         place: dict[str, int] = {}
         for name in reversed(names):
@@ -186,13 +192,6 @@ class Drawing:
             facts = self._section.rewritten.facts
             return "weight" if name in facts.weights else "input"
         return "output" if node.op == "output" else "op"
-
-    def _module(self, name: str) -> str | None:
-        """The module that calls a node; None where its readers decide."""
-        if self._kinds[name] in _LATE:
-            return None
-        fact = self._fact(name)
-        return fact.module if fact else "" if name in self._before else None
 
     def _body(self, node: fx.Node) -> str:
         """The key of the section of the body that `node` names, or ""."""
