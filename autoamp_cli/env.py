@@ -46,11 +46,12 @@ def env(json_to: str | None) -> None:
         click.echo(f"\n{name}")
         for line in lines:
             click.echo(f"  {line}")
-    # pyproject.toml alone holds the address of the repository.
+    # pyproject.toml alone holds the address of the repository, once that is public.
     named = metadata("autoamp").get_all("Project-URL") or []
     pairs = (pair.partition(", ")[::2] for pair in named)
     address = next((url for name, url in pairs if name == "Repository"), "")
-    click.echo(f"\nPaste this in a new issue: {address}/issues/new", err=True)
+    where = f": {address}/issues/new" if address else ""
+    click.echo(f"\nPaste this in a new issue{where}", err=True)
 
 
 def _variables() -> list[str]:

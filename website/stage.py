@@ -28,8 +28,6 @@ MOVED = {
 }
 """The start of a link in the repository, and that of the same link on the site."""
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text("utf-8"))["project"]
-ADDRESS = "ADDRESS"
-"""The word that stands on pages for the address in `[project.urls]`."""
 COMMANDS = "command-line.md"
 """The page at whose end the generated reference stands."""
 
@@ -52,7 +50,6 @@ def stage(folder: Path, commands: click.Group) -> None:
         end.write(f"\n## Every command and option\n\n{reference(commands)}\n")
     for page in folder.glob("*.md"):
         text = moved_links(page.read_text("utf-8"))
-        text = text.replace(ADDRESS, PROJECT["urls"]["Repository"])
         source = sources.get(page.name, f"docs/{page.name}")
         page.write_text(f"{text}\n{last_line(source)}", "utf-8")
     for page in (folder / "results").glob("*.md"):
@@ -60,9 +57,10 @@ def stage(folder: Path, commands: click.Group) -> None:
 
 
 def last_line(source: str) -> str:
-    """The version, and a link to edit the file that a page is made of."""
-    edit = f"{PROJECT['urls']['Repository']}/edit/main/{source}"
-    return f"---\n\nautoamp {PROJECT['version']} \u00b7 [Edit this page]({edit})\n"
+    """The version, and the file that a page is made of, or a link to edit that file."""
+    address = PROJECT.get("urls", {}).get("Repository")
+    edit = f"[Edit this page]({address}/edit/main/{source})" if address else source
+    return f"---\n\nautoamp {PROJECT['version']} \u00b7 {edit}\n"
 
 
 def moved_links(text: str) -> str:

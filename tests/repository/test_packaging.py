@@ -10,6 +10,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import yaml
 
 import autoamp
 from autoamp.passes.rules.model import builtin_path
+from website.release import missing
 
 REPO = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
@@ -135,10 +137,14 @@ def test_every_file_that_names_the_version_names_the_same() -> None:
     assert autoamp.__version__ == version
     citation = (REPO / "CITATION.cff").read_text()
     changes = (REPO / "CHANGELOG.md").read_text()
-    (released,) = re.findall(r"^date-released: (\S+)$", citation, re.MULTILINE)
+    released = re.findall(r"^date-released: (\S+)$", citation, re.MULTILINE)
     assert re.findall(r"^version: (\S+)$", citation, re.MULTILINE) == [version]
     headings = re.findall(r"^## (\d.*)$", changes, re.MULTILINE)
-    assert headings[0] == f"{version} - {released}"
+    # Files that name a release together name none before its day.
+    said = "Nothing is released yet" in (REPO / "README.md").read_text("utf-8")
+    assert said is not bool(released)
+    state = f" - {released[0]}" if released else ", not released yet"
+    assert headings[0] == version + state
 
 
 def pins(lines: list[str]) -> dict[str, str]:
@@ -170,15 +176,46 @@ def test_readme_names_the_versions_that_are_needed_and_tested() -> None:
         assert name == "Python" or tested == CONSTRAINTS[name.lower()], name
 
 
-def test_the_public_address_stands_in_one_place() -> None:
-    address = PROJECT["urls"]["Repository"]
-    owner = address.rsplit("/", 2)[1]
-    assert [*PROJECT["urls"]] == ["Repository"]
+def test_no_page_has_a_placeholder() -> None:
     pages = [*REPO.glob("*.md"), *(REPO / "docs").glob("*.md"), REPO / "mkdocs.yml"]
+    pages += [REPO / "pyproject.toml", REPO / "CITATION.cff"]
     pages += (REPO / ".github").rglob("*.yml")
-    named = [page.name for page in pages if f"/{owner}/" in page.read_text("utf-8")]
-    assert named == []
-    assert 'pip install "git+ADDRESS"' in (REPO / "README.md").read_text("utf-8")
+    placeholder = re.compile(r"\b(ADDRESS|OWNER|TODO|example\.com)\b")
+    named = {page.name: placeholder.findall(page.read_text("utf-8")) for page in pages}
+    assert {name: words for name, words in named.items() if words} == {}
+
+
+def test_a_release_is_told_what_it_lacks(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "CITATION.cff", "CHANGELOG.md", "README.md"):
+        (tmp_path / name).write_text((REPO / name).read_text("utf-8"), "utf-8")
+    version = PROJECT["version"]
+
+    def fill(name: str, edit: Callable[[str], str]) -> None:
+        file = tmp_path / name
+        file.write_text(edit(file.read_text("utf-8")), "utf-8")
+
+    edits: list[tuple[str, Callable[[str], str]]] = [
+        (
+            "pyproject.toml",
+            lambda s: f"{s}\n[project.urls]\nRepository = 'https://a/b'\n",
+        ),
+        ("CITATION.cff", lambda s: f"{s}repository-code: https://a/b\n"),
+        ("CITATION.cff", lambda s: f"{s}date-released: 2027-01-01\n"),
+        (
+            "CHANGELOG.md",
+            lambda s: s.replace(
+                f"{version}, not released yet", f"{version} - 2027-01-01"
+            ),
+        ),
+        ("README.md", lambda s: s.replace("Nothing is released yet.", "")),
+        ("README.md", lambda s: s.replace("pip install .", "pip install autoamp")),
+        ("README.md", lambda s: re.sub(r"\]\((?=[a-zA-Z])(?!http)", "](https://a/", s)),
+    ]
+    for left, (name, edit) in enumerate(reversed(edits), start=1):
+        lacks = [*missing(tmp_path)]
+        assert len(lacks) == len(edits) + 1 - left, lacks
+        fill(name, edit)
+    assert [*missing(tmp_path)] == []
 
 
 def test_the_oldest_torch_is_what_the_project_allows() -> None:
