@@ -84,18 +84,18 @@ def _left_by_dynamo(program: Program | None, has_many: bool) -> str:
             "because each kind of call needs a graph of its own; TORCH_LOGS=recompiles "
             "shows how the calls differ"
         )
-    left = program.skipped if program is not None else []
-    error = next((each.error for each in left if each.error), "")
+    frames = program.skipped if program is not None else []
+    error = next((each.error for each in frames if each.error), "")
     if error:
         return f"Dynamo failed to trace the method: {error}"
-    broken = next((each for each in left if each.is_broken), None)
+    broken = next((each for each in frames if each.is_broken), None)
     if broken is not None:
         return (
             "Dynamo cannot go on after a graph break in the method "
             f"({broken.broke_at or 'in a loop, a `with`, a `try`'}); "
             "TORCH_LOGS=graph_breaks tells where"
         )
-    if any(each.is_empty for each in left):
+    if any(each.is_empty for each in frames):
         return "Dynamo met no tensor op to capture"
     return "Dynamo captured nothing; TORCH_LOGS=graph_breaks,recompiles tells why"
 

@@ -70,8 +70,11 @@ def choose(module: nn.Module) -> Choice:
         return Choice(no_model=True)
     if isinstance(target, torch.jit.ScriptModule):
         return Choice()
-    # A lone layer is not searched for: a script may call thousands of them.
-    alone = _is_lone_layer(target)
+    # One of torch's own layers, called alone, has a graph of its own with fp32 inputs
+    # and outputs: its conversion seldom pays.  No engine is searched for around it,
+    # because a script may call thousands of them.
+    is_torchs = type(target).__module__.startswith("torch.nn.")
+    alone = is_torchs and len(compat.modules_of(target)) == 1
     engine = foreign_engines.engine_of(target, around=not alone)
     if engine:
         return Choice(left_to=engine)
@@ -166,8 +169,8 @@ def _replaces_itself(module: nn.Module) -> bool:
     if not isinstance(forward, types.FunctionType) or not forward.__closure__:
         return False
     # A look at the held values comes first, because few such functions hold a module.
-    held = [cell.cell_contents for cell in forward.__closure__ if _is_full(cell)]
-    return any(each is module for each in held) and any(
+    contents = [cell.cell_contents for cell in forward.__closure__ if _is_full(cell)]
+    return any(each is module for each in contents) and any(
         each.opname == "STORE_ATTR" and each.argval == "forward"
         for each in dis.get_instructions(forward)
     )
@@ -179,16 +182,6 @@ def _is_full(cell: types.CellType) -> bool:
     except ValueError:  # the variable has no value yet
         return False
     return True
-
-
-def _is_lone_layer(module: nn.Module) -> bool:
-    """Whether `module` is one of torch's own layers.
-
-    A plain function or method calls such a layer, so that the layer has a graph of its
-    own, with fp32 inputs and outputs: its conversion seldom pays.
-    """
-    alone = len(compat.modules_of(module)) == 1
-    return alone and type(module).__module__.startswith("torch.nn.")
 
 
 _LOCK = threading.RLock()

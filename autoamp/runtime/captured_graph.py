@@ -262,11 +262,11 @@ def autocast_for(
     """
     # The function of `nn.Module` is called, since a class may have `parameters` of its
     # own.
-    own = next(nn.Module.parameters(model), None)
-    device = "meta" if own is None else own.device.type
+    weight = next(nn.Module.parameters(model), None)
+    device = "meta" if weight is None else weight.device.type
     if device == "meta":  # its weights are arguments
-        given = (v for v in pytree.tree_leaves(args) if isinstance(v, torch.Tensor))
-        device = next((value.device.type for value in given), "cpu")
+        tensors = (v for v in pytree.tree_leaves(args) if isinstance(v, torch.Tensor))
+        device = next((value.device.type for value in tensors), "cpu")
     # One shared cast would sum a weight's gradient in the low dtype: the sum of 1,000
     # uses, each with gradient 1, is 256 in bf16.
     return torch.autocast(device_type=device, dtype=low, cache_enabled=cached)
@@ -297,7 +297,12 @@ def graph_under_autocast(
         low: the compute dtype where nothing is differentiated.
     """
     (output,) = gm.graph.find_nodes(op="output")
-    wide = [_is_wide(value) for value in output.args[0]]
+    # Dynamo's fake tensors have the dtypes from before any rewrite.
+    fakes = [
+        node.meta.get("example_value") if isinstance(node, fx.Node) else None
+        for node in output.args[0]
+    ]
+    wide = [isinstance(t, torch.Tensor) and t.dtype == torch.float32 for t in fakes]
 
     def call(*args: Any) -> Any:
         with autocast_region(gm, low):
@@ -317,12 +322,6 @@ def autocast_region(gm: fx.GraphModule, low: torch.dtype) -> torch.autocast:
     """
     device, dtype = main_device(gm).type, unscaled_dtype(low)
     return torch.autocast(device_type=device, dtype=dtype, cache_enabled=False)
-
-
-def _is_wide(result: Any) -> bool:
-    # Dynamo's fake tensor has the dtype from before any rewrite.
-    value = result.meta.get("example_value") if isinstance(result, fx.Node) else None
-    return isinstance(value, torch.Tensor) and value.dtype == torch.float32
 
 
 def unscaled_dtype(low: torch.dtype) -> torch.dtype:

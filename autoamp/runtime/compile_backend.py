@@ -86,19 +86,16 @@ class GraphBackend:
             log_left_to_autocast(logger, self.label, of=self)
         if own_autocast or self.engine is None:
             return compat.compile_with(self.options.backend, gm, example_inputs)
-        run = self._engine_for(gm, self.engine)(gm, example_inputs)
+        engine = self.engine
+        if self.options.backend != "eager" and compat.is_recurrent(gm):
+            # A compiler would take the steps apart; the LSTM that inductor compiles
+            # raises (torch 2.13).
+            engine.record.note(_RECURRENT)
+            engine = engine.compiled_by("eager")
+        run = engine(gm, example_inputs)
         announce(self.engine.record)
         self.engine.tell()
         return run
-
-    def _engine_for(self, gm: fx.GraphModule, engine: Engine) -> Engine:
-        """The engine, or one that runs a graph as it is where no compiler can."""
-        if self.options.backend == "eager" or not compat.is_recurrent(gm):
-            return engine
-        # A compiler would take the steps apart; the LSTM that inductor compiles raises
-        # (torch 2.13).
-        engine.record.note(_RECURRENT)
-        return engine.compiled_by("eager")
 
     def tell_of_left(self, left: compat.Left) -> None:
         """Says that Dynamo left code to Python.
@@ -109,21 +106,21 @@ class GraphBackend:
         if _in_a_step_of_an_optimizer():
             return
         code = left.code
-        said = f"{code.co_filename}:{code.co_firstlineno}: {code.co_name}: "
+        text = f"{code.co_filename}:{code.co_firstlineno}: {code.co_name}: "
         if left.at_limit:
-            said += "calls beyond torch._dynamo.config.recompile_limit run in fp32"
+            text += "calls beyond torch._dynamo.config.recompile_limit run in fp32"
         elif left.is_broken:
             why = left.broke_at or "a graph break in a loop, a `with` or a `try`"
-            said += (
+            text += (
                 "Dynamo leaves this function to Python, and its own operations run in "
                 f"fp32: {why}; TORCH_LOGS=graph_breaks tells where"
             )
         else:
-            said = "calls in a dispatch mode, in which Dynamo steps aside, run in fp32"
-        said = printable_line(said)
+            text = "calls in a dispatch mode, in which Dynamo steps aside, run in fp32"
+        text = printable_line(text)
         if self.options.strict:
-            raise CaptureError(f"{self.label}: {said}")
-        log_once(logger, logging.WARNING, f"autoamp: {self.label}: {said}", of=self)
+            raise CaptureError(f"{self.label}: {text}")
+        log_once(logger, logging.WARNING, f"autoamp: {self.label}: {text}", of=self)
 
     def _made(self, example_inputs: Sequence[Any]) -> Engine | None:
         device = next(
@@ -137,9 +134,9 @@ class GraphBackend:
         scale = resolve_loss_scale(self.options.loss_scale, low)
         scaling = new_scaling(self.options, scale, self.label, low=low)
         record = Record(self.label, low, scaling)
-        made = Engine(self.options, record, on_capture=self.on_capture)
-        made.then_runs = _CAPTURED_LATER
-        return made
+        engine = Engine(self.options, record, on_capture=self.on_capture)
+        engine.then_runs = _CAPTURED_LATER
+        return engine
 
 
 # Dynamo keeps its graphs, and asks a backend about new ones alone.
@@ -259,16 +256,16 @@ def _writes_to_weights(gm: fx.GraphModule) -> bool:
 
 def _written(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes whose values a call writes to."""
-    held: list[Any] = [node.kwargs.get("out")]
+    targets: list[Any] = [node.kwargs.get("out")]
     if isinstance(node.target, torch._ops.OpOverload):
         arguments = compat.schema(node.target).arguments
         for position, argument in enumerate(arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                given = node.args[position : position + 1]
-                held.append(given or node.kwargs.get(argument.name))
+                positional = node.args[position : position + 1]
+                targets.append(positional or node.kwargs.get(argument.name))
     elif _writes_in_place(node):
-        held.append(node.args[:1] or node.kwargs.get("self"))
-    return (each for each in pytree.tree_leaves(held) if isinstance(each, fx.Node))
+        targets.append(node.args[:1] or node.kwargs.get("self"))
+    return (each for each in pytree.tree_leaves(targets) if isinstance(each, fx.Node))
 
 
 def _writes_in_place(node: fx.Node) -> bool:
@@ -350,9 +347,9 @@ def users_backend(strict: bool) -> int:
             return AS_WRITTEN
         if strict:
             raise CaptureError(_IN_ONE_GRAPH.format("") + _INSTEAD)
-        said = f"autoamp: {_IN_ONE_GRAPH.format(_STANDS_IN)}{_INSTEAD}"
+        warning = f"autoamp: {_IN_ONE_GRAPH.format(_STANDS_IN)}{_INSTEAD}"
         # One graph may hold the calls of many modules, and one line is enough.
-        log_once(logger, logging.WARNING, said, of=backend)
+        log_once(logger, logging.WARNING, warning, of=backend)
         return ONE_GRAPH
     for index, known in enumerate(USERS_BACKENDS):
         if known is backend:

@@ -190,8 +190,8 @@ def disown(model: nn.Module) -> None:
 def models_of(engine: Engine) -> list[nn.Module]:
     """The models whose calls go through `engine`: one model and its deep copies."""
     states = [each for each in list(CONVERSIONS) if each.engine is engine]
-    found = [each.model for each in states if each.root is None]
-    return [model for model in found if model is not None]
+    models = [each.model for each in states if each.root is None]
+    return [model for model in models if model is not None]
 
 
 def conversion_of(model: Any) -> Conversion | None:
@@ -210,19 +210,29 @@ def install(model: nn.Module) -> Conversion:
 
     The methods call the model's own code until `Conversion.call` is set.
     """
-    own = model.__dict__
-    replaced = {name: own[name] for name in ("forward", *OUR_ATTRIBUTES) if name in own}
+    attributes = model.__dict__
+    replaced = {
+        name: attributes[name]
+        for name in ("forward", *OUR_ATTRIBUTES)
+        if name in attributes
+    }
     bound = types.MethodType(make_forward(type(model), replaced.get("forward")), model)
     state = Conversion(None, replaced, bound)
-    own[STATE] = state
-    own["forward"] = bound
+    attributes[STATE] = state
+    attributes["forward"] = bound
     for method in (_replicate_for_data_parallel, __getstate__, __deepcopy__):
-        own[method.__name__] = types.MethodType(method, model)
-    own[SCRIPT] = types.MethodType(__prepare_scriptable__, model)
-    if SHOWN not in own:
-        own[SHOWN] = types.MethodType(extra_repr, model)
-    if _reduces_itself(model):
-        own[REDUCE] = types.MethodType(__reduce_ex__, model)
+        attributes[method.__name__] = types.MethodType(method, model)
+    attributes[SCRIPT] = types.MethodType(__prepare_scriptable__, model)
+    if SHOWN not in attributes:
+        attributes[SHOWN] = types.MethodType(extra_repr, model)
+    # The class, or the instance, may have pickling methods of its own.
+    kind: Any = type(model)
+    reduces_itself = (
+        kind.__reduce__ is not object.__reduce__
+        or kind.__reduce_ex__ is not object.__reduce_ex__
+    )
+    if reduces_itself or REDUCE in attributes:
+        attributes[REDUCE] = types.MethodType(__reduce_ex__, model)
     return state
 
 
@@ -233,10 +243,10 @@ def extra_repr(self: nn.Module) -> str:
     is_part = state is not None and state.root is not None  # its root says so
     if state is None or state.engine is None or state.bound is None or is_part:
         return shown
-    said = f"converted by autoamp: {short_name(state.engine.record.low)}"
+    line = f"converted by autoamp: {short_name(state.engine.record.low)}"
     if not shown:
-        return said
-    return f"{shown}\n{said}" if "\n" in shown else f"{shown}, {said}"
+        return line
+    return f"{shown}\n{line}" if "\n" in shown else f"{shown}, {line}"
 
 
 def _shows(attributes: dict[str, Any]) -> bool:
@@ -290,17 +300,6 @@ def _state_by_its_class(model: nn.Module) -> Any:
     return own(model)
 
 
-def _reduces_itself(model: nn.Module) -> bool:
-    """Whether the class, or the instance, has pickling methods of its own."""
-    kind: Any = type(model)
-    default = kind.__reduce__ is object.__reduce__
-    return (
-        not default
-        or kind.__reduce_ex__ is not object.__reduce_ex__
-        or REDUCE in model.__dict__
-    )
-
-
 def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:  # noqa: N807
     """`__getstate__` for a class with pickling methods of its own (GraphModule)."""
     _say_unconverted(self)
@@ -335,16 +334,16 @@ def _copied_by_itself(model: nn.Module, memo: dict[int, Any]) -> Any:
     # It may copy the `__dict__`, in which our `forward` is bound to the original.
     with _as_it_was(model):
         own: Any = model.__deepcopy__
-        made = own(memo)
-    if made is model or not isinstance(made, nn.Module) or state.call is None:
-        return made
-    new = install(made)
+        result = own(memo)
+    if result is model or not isinstance(result, nn.Module) or state.call is None:
+        return result
+    new = install(result)
     new.call = state.call
     of_class = new.previous is None
-    if type(made) is not type(model) or of_class != (state.previous is None):
-        new.call = Entry(state.call.engine, type(made), of_class=of_class)
-    _watch(made, state)
-    return made
+    if type(result) is not type(model) or of_class != (state.previous is None):
+        new.call = Entry(state.call.engine, type(result), of_class=of_class)
+    _watch(result, state)
+    return result
 
 
 def _watch(copied: nn.Module, state: Conversion) -> None:

@@ -204,9 +204,9 @@ class Record:
 
     def left_in_method(self, method: str) -> None:
         """Keeps for the report that a method calls modules outside of all graphs."""
-        found = Skipped(method, _METHOD)
-        if found not in self.skipped:
-            self.skipped.append(found)
+        skipped = Skipped(method, _METHOD)
+        if skipped not in self.skipped:
+            self.skipped.append(skipped)
 
     @property
     def functions_left(self) -> list[str]:
@@ -229,9 +229,9 @@ class Record:
             self.note(f"{place}: {_FAILED} {left.error}")
             return
         why = f"{_CHANGES} {printable_line(left.changes)}" if left.changes else _LEFT
-        found = Skipped(place, why)
-        if found not in self.skipped:
-            self.skipped.append(found)
+        skipped = Skipped(place, why)
+        if skipped not in self.skipped:
+            self.skipped.append(skipped)
 
 
 def announce(record: Record) -> None:
@@ -269,6 +269,14 @@ def announce(record: Record) -> None:
         )
         return
     scale = record.scaling.loss_scale.scale if record.scaling.enabled else "off"
+    # The first function left may have no op of its own: a wrapper whose modules are
+    # captured by themselves.
+    functions, in_python = record.functions_left, ""
+    if functions:
+        more = f" and {len(functions) - 1} more" if len(functions) > 1 else ""
+        in_python = (
+            f"; left to Python, operations written there in fp32: {functions[0]}{more}"
+        )
     log_once(
         logger,
         logging.INFO,
@@ -276,20 +284,8 @@ def announce(record: Record) -> None:
         f"{sum(each.low for each in sums)} of {sum(each.ops for each in sums)} "
         f"float ops low, {sum(each.casts for each in sums)} casts, loss scale "
         + (f"{scale:g}" if isinstance(scale, float) else scale)
-        + _left_out(record),
+        + in_python,
     )
-
-
-def _left_out(record: Record) -> str:
-    """Names the first function that Dynamo leaves to Python.
-
-    It may have no op of its own: a wrapper whose modules are captured by themselves.
-    """
-    left = record.functions_left
-    if not left:
-        return ""
-    more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-    return f"; left to Python, operations written there in fp32: {left[0]}{more}"
 
 
 def tell_progress(record: Record, seconds: float) -> None:

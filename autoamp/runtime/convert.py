@@ -150,25 +150,36 @@ def decide(model: nn.Module, options: Options, *, masters: bool = False) -> Deci
         masters: whether half-precision weights are trained with fp32 master weights.
 
     Raises:
-        UnsupportedModelError: `model` is not a module, or cannot be captured.
+        UnsupportedModelError: `model` is not a module, or cannot be captured; or its
+            weights are half-precision ones that need a loss scale, and the backend is a
+            compiler, which differentiates the graph itself.
         OptionError: a pattern of `keep=` cannot be used.
     """
     model = compat.inside_wrappers(model)
     if reason := unsupported(model, around=True):
         raise UnsupportedModelError(reason)
     low, why_not = choose_precision(model, options)
-    own = own_precision(model) if masters else None
+    own_dtype = own_precision(model) if masters else None
     options, label = for_model(model, options, low), class_name(model)
     trains_half = has_half(parameters_of(model))
     # Gradients have the dtype of their weights: the narrowest range decides.
-    narrowest = min(filter(None, (own, low)), key=largest, default=UNSCALED)
+    narrowest = min(filter(None, (own_dtype, low)), key=largest, default=UNSCALED)
     scale = resolve_loss_scale(options.loss_scale, narrowest)
-    if low is None and own is not None and not isinstance(scale, NoLossScale):
+    if low is None and own_dtype is not None and not isinstance(scale, NoLossScale):
+        if options.backend != "eager":
+            raise UnsupportedModelError(
+                f"{label} has half-precision parameters. Graphs that {options.backend} "
+                "compiles return half-precision gradients, in which small numbers "
+                "become 0 when they are divided by the loss scale; use "
+                f"{options.advice('backend', 'eager')}, or "
+                f"{options.advice('loss_scale', 'off')}"
+            )
         # The model is converted for loss scaling only: none of its ops is lowered.
-        low, why_not, options = own, "", _runs_as_it_is(options, label)
+        low, why_not = own_dtype, ""
+        options = options.replace(keep=("*",), do_no_harm=True)
     notes: tuple[Skipped, ...] = ()
-    if own is not None:
-        kept = f"keeps its {short_name(own)} parameters"
+    if own_dtype is not None:
+        kept = f"keeps its {short_name(own_dtype)} parameters"
         why = f"{kept}; its optimizer steps fp32 master weights"
         notes = (Skipped(label, why),)
     return Decision(model, options, low, why_not, scale, trains_half, notes)
@@ -252,7 +263,13 @@ def _state_of(model: nn.Module) -> Conversion:
 
 
 def _models_of(scaling: ModelScaling) -> list[nn.Module]:
-    return [model for each in _engines_of(scaling) for model in models_of(each)]
+    engines = {each.engine for each in CONVERSIONS if each.engine is not None}
+    return [
+        model
+        for engine in engines
+        if engine.record.scaling is scaling
+        for model in models_of(engine)
+    ]
 
 
 def _what_is_captured(scaling: ModelScaling) -> str:
@@ -270,40 +287,19 @@ def _what_is_captured(scaling: ModelScaling) -> str:
 
 def _methods_past(model: nn.Module) -> list[str]:
     """The methods besides `forward` that use the model's children or weights."""
-    held = compat.children_here(model).keys() | compat.parameters_here(model).keys()
-    found: dict[str, None] = {}
+    attributes = (
+        compat.children_here(model).keys() | compat.parameters_here(model).keys()
+    )
+    methods: dict[str, None] = {}
     for base in type(model).__mro__:
         if base.__module__.partition(".")[0] == "torch":
             break
         for name, function in vars(base).items():
             if isinstance(function, types.FunctionType) and not name.startswith("__"):
                 code = getattr(inspect.unwrap(function), "__code__", function.__code__)
-                if name != "forward" and not held.isdisjoint(code.co_names):
-                    found[name] = None
-    return [*found]
-
-
-def _engines_of(scaling: ModelScaling) -> list[Engine]:
-    engines = {each.engine for each in CONVERSIONS if each.engine is not None}
-    return [each for each in engines if each.record.scaling is scaling]
-
-
-def _runs_as_it_is(options: Options, label: str) -> Options:
-    """`options`, changed so that no op is lowered.
-
-    Raises:
-        UnsupportedModelError: the backend is a compiler, which differentiates the graph
-            itself.
-    """
-    if options.backend != "eager":
-        raise UnsupportedModelError(
-            f"{label} has half-precision parameters. Graphs that {options.backend} "
-            "compiles return half-precision gradients, in which small numbers become 0 "
-            "when they are divided by the loss scale; use "
-            f"{options.advice('backend', 'eager')}, or "
-            f"{options.advice('loss_scale', 'off')}"
-        )
-    return options.replace(keep=("*",), do_no_harm=True)
+                if name != "forward" and not attributes.isdisjoint(code.co_names):
+                    methods[name] = None
+    return [*methods]
 
 
 def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:

@@ -191,8 +191,8 @@ def _quantised(model: nn.Module, modules: Iterable[nn.Module]) -> str:
     ]
     if not kinds:
         return ""
-    path, found = next((p, m) for p, m in model.named_modules() if type(m) in kinds)
-    return f"{path or 'the model'} is quantised ({type(found).__name__})"
+    path, layer = next((p, m) for p, m in model.named_modules() if type(m) in kinds)
+    return f"{path or 'the model'} is quantised ({type(layer).__name__})"
 
 
 def _nothing_to_convert(parameters: Sequence[nn.Parameter]) -> str:
@@ -216,8 +216,8 @@ def own_precision(model: nn.Module) -> torch.dtype | None:
     If some parameters are bf16 and some fp16, the dtype is fp16, whose range is
     narrower.
     """
-    found = {p.dtype for p in parameters_of(model)}
-    return next((d for d in LOW_DTYPES.values() if d in found), None)
+    dtypes = {p.dtype for p in parameters_of(model)}
+    return next((d for d in LOW_DTYPES.values() if d in dtypes), None)
 
 
 def choose_graph_precision(
@@ -300,28 +300,28 @@ def _own(model: nn.Module, low: torch.dtype | None) -> Iterator[tuple[str, str]]
     """
     for prefix, module in compat.named_modules_of(model):
         for attribute in _OWN if low is None or needs_loss_scale(low) else _STRICT:
-            given = vars(module).get(attribute, getattr(type(module), attribute, None))
-            names = [given] if isinstance(given, str) else given
+            listed = vars(module).get(attribute, getattr(type(module), attribute, None))
+            names = [listed] if isinstance(listed, str) else listed
             if not isinstance(names, list | tuple | set | frozenset):
                 continue
             for name in sorted(n for n in names if isinstance(n, str) and n):
                 start = f"{prefix}." if prefix else ""
-                said = f"kept in fp32 by the model: {attribute} names {name!r}"
+                reason = f"kept in fp32 by the model: {attribute} names {name!r}"
                 for path in _named(module, name):
-                    yield f"{start}{path}", said
+                    yield f"{start}{path}", reason
 
 
 def _named(root: nn.Module, name: str) -> Iterator[str]:
     """The paths in `root` of the modules, and of the parameters' layers, of a name."""
     body = re.escape(name).replace(r"\*", ".*")
     named = re.compile(rf"(^|\.){body}($|\.)")
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
     for path, module in root.named_modules():
         if path and named.search(path):
-            found[path] = None
+            paths[path] = None
         elif next(module.children(), None) is None:
             # "gate.weight": the layer is kept that computes with the weight.
-            own = [n for n, _ in module.named_parameters(recurse=False)]
-            if path and any(named.search(f"{path}.{each}") for each in own):
-                found[path] = None
-    yield from found
+            parameters = [n for n, _ in module.named_parameters(recurse=False)]
+            if path and any(named.search(f"{path}.{each}") for each in parameters):
+                paths[path] = None
+    yield from paths

@@ -154,22 +154,29 @@ class Engine:
                     device=self.device,
                     makes_code=self.runs_code(),
                 )
-                found = prepare(
+                prepared = prepare(
                     gm, example_inputs, options, low, scaled=scaling.enabled, setting=on
                 )
-                found = replace(found, own_autocast=own_autocast)
+                prepared = replace(prepared, own_autocast=own_autocast)
                 # A kernel may give another dtype than its fake: only a run shows it.
-                if options.backend == "eager" and _runs_low(found):
-                    hold_first_run(found, options, self.record.note)
-                self.bind(found, example_inputs)
-            return found
+                if options.backend == "eager" and _runs_low(prepared):
+                    hold_first_run(prepared, options, self.record.note)
+                self.bind(prepared, example_inputs)
+            return prepared
         except compat.BEGUN_AGAIN:  # Dynamo hands in another graph, and nothing failed
             raise
         except Exception as error:
             if options.strict:
-                # Dynamo wraps what a backend raises; `Entry._run` raises this one
-                # itself.
-                self.local.error = self._strict_error(error)
+                # Dynamo wraps an error that a backend raises; `Entry._run` raises this
+                # one itself.
+                self.local.error = (
+                    error
+                    if isinstance(error, AutoampError)
+                    else AutoampError(
+                        f"the pass failed on {self.record.label}: "
+                        f"{type(error).__name__}: {error}"
+                    )
+                )
                 raise self.local.error from error
             problem = compat.said_in_a_line(error)
             logger.debug("autoamp: the pass failed on a graph", exc_info=True)
@@ -240,39 +247,32 @@ class Engine:
             kind: the kind of tensors in the graph.
         """
         label, low, why = self.record.label, self.record.low, _BY_AUTOCAST[kind]
-        told = f"autoamp: a graph of {label}: {why}: {problem}"
-        log_once(logger, logging.WARNING, told, of=self.record.scaling)
+        warning = f"autoamp: a graph of {label}: {why}: {problem}"
+        log_once(logger, logging.WARNING, warning, of=self.record.scaling)
         with autocast_region(gm, low):  # a compiler looks at autocast as it traces
-            found = as_it_is(gm, example_inputs, self._options, why)
-        found = replace(found, run=graph_under_autocast(gm, found.run, low))
-        self.bind(found, example_inputs)
-        return found
+            prepared = as_it_is(gm, example_inputs, self._options, why)
+        prepared = replace(prepared, run=graph_under_autocast(gm, prepared.run, low))
+        self.bind(prepared, example_inputs)
+        return prepared
 
     def _as_it_is(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], problem: str
     ) -> Prepared:
         try:
-            found = as_it_is(gm, example_inputs, self._options, problem)
+            prepared = as_it_is(gm, example_inputs, self._options, problem)
         except compat.BEGUN_AGAIN:
             raise
         except Exception:  # the compiler fails on this graph too: Dynamo runs the model
             self.record.leave_out(problem)
             raise
-        self.bind(found, example_inputs)
-        return found
+        self.bind(prepared, example_inputs)
+        return prepared
 
     @property
     def _options(self) -> Options:
         """The options with which graphs captured now are compiled."""
         as_is = self.runs_as_is and self.options.backend != "eager"
         return self.options.replace(backend="eager") if as_is else self.options
-
-    def _strict_error(self, error: Exception) -> AutoampError:
-        if isinstance(error, AutoampError):
-            return error
-        return AutoampError(
-            f"the pass failed on {self.record.label}: {type(error).__name__}: {error}"
-        )
 
     def bind(self, prepared: Prepared, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The function that this model's calls run for a graph.

@@ -170,9 +170,9 @@ class Entry:
 
     def run_by(self, engine: Engine) -> Entry:
         """The entry of the same `forward` whose graphs `engine` makes ready."""
-        found = type(self)(engine, self.owner, of_class=self.of_class)
-        found.path = self.path
-        return found
+        entry = type(self)(engine, self.owner, of_class=self.of_class)
+        entry.path = self.path
+        return entry
 
     def leave_to_autocast(self, why: str, *, aloud: bool = False) -> None:
         """Has all calls, of modules inside too, run under `torch.autocast`."""
@@ -395,10 +395,10 @@ class Entry:
             raise error
         why = compat.said_in_a_line(error)
         said = f"Dynamo failed in a call, which ran under torch.autocast: {why}"
-        given = compat.wrappers_in((args, kwargs))
-        if given:  # its next call would fail as well, and as late
-            self._failed_on[given] = Aside(compat.failure_on(given), some=True)
-            said = self._failed_on[given].said
+        wrappers = compat.wrappers_in((args, kwargs))
+        if wrappers:  # its next call would fail as well, and as late
+            self._failed_on[wrappers] = Aside(compat.failure_on(wrappers), some=True)
+            said = self._failed_on[wrappers].said
         self.engine.record.note(said)
         return fp32_results(result, low)
 
@@ -490,14 +490,14 @@ class Entry:
         One thread asks at a time: the caller has a lock.  (Under the lock of this entry
         a first call in another thread may be waiting for Dynamo's, which we hold.)
         """
-        found = self._children.get(path)
-        if found is None or (found.owner, found.of_class) != (owner, of_class):
-            found = Entry(self.engine, owner, of_class=of_class)
-            found.path = path
+        child = self._children.get(path)
+        if child is None or (child.owner, child.of_class) != (owner, of_class):
+            child = Entry(self.engine, owner, of_class=of_class)
+            child.path = path
             if self._aside is not None and self._aside.of_parts:
-                found._aside = self._aside
-            self._children[path] = found
-        return found
+                child._aside = self._aside
+            self._children[path] = child
+        return child
 
     def compiled_by(self, backend: int) -> Entry:
         """The entry whose graphs are compiled by `USERS_BACKENDS[backend]`."""
@@ -531,8 +531,8 @@ class Entry:
             self._start_afresh()
         else:
             self._in_vain += 1
-            left = program.skipped if program is not None else []
-            is_sparse = any(each.is_sparse for each in left)
+            frames = program.skipped if program is not None else []
+            is_sparse = any(each.is_sparse for each in frames)
             self._start_afresh()
             if is_sparse and not engine.options.strict:
                 self.leave_to_autocast(_SPARSE, aloud=True)
@@ -547,8 +547,8 @@ class Entry:
     @property
     def has_many(self) -> bool:
         """Whether so many graphs were captured that Dynamo may make no more."""
-        made = len(self.engine.record.graphs) - self._graphs_before
-        return made >= _RECOMPILE_LIMIT
+        graphs = len(self.engine.record.graphs) - self._graphs_before
+        return graphs >= _RECOMPILE_LIMIT
 
     def _joined(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -562,8 +562,8 @@ class Entry:
         automatic = self.engine.record.scaling.automatic and not self.path
         if automatic and not program.captured_modes and (why := captured_often(model)):
             self.leave_to_autocast(why)
-            said = f"autoamp: {self.engine.record.label}: {Aside(why).said}"
-            log_once(logger, logging.WARNING, said)
+            warning = f"autoamp: {self.engine.record.label}: {Aside(why).said}"
+            log_once(logger, logging.WARNING, warning)
         return program
 
     def _named_in(self, model: nn.Module) -> Hashable:
@@ -593,8 +593,8 @@ class Entry:
     def _shared(self) -> Hashable | None:
         """A key equal for entries that have the same code, or None."""
         function: Any = self.owner.forward
-        own = not (self.of_class and isinstance(function, types.FunctionType))
-        if own or not self.engine.shares_graphs:
+        is_own = not (self.of_class and isinstance(function, types.FunctionType))
+        if is_own or not self.engine.shares_graphs:
             return None
         # Weak references compare equal while their classes are the same, and the table
         # of programs keeps no class alive.

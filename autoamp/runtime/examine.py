@@ -194,10 +194,10 @@ class Examiner(Engine):
         return path
 
     def prepared(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Prepared:
-        found = super().prepared(gm, example_inputs)
+        prepared = super().prepared(gm, example_inputs)
         # This comes last, because it changes how the bodies in `gm` run.
-        self._plain[found] = as_it_is(gm, example_inputs, self.options, "").run
-        return found
+        self._plain[prepared] = as_it_is(gm, example_inputs, self.options, "").run
+        return prepared
 
     def as_captured(self, prepared: Prepared, args: Sequence[Any]) -> Any:
         """Runs a graph as it was captured, in fp32."""

@@ -106,33 +106,25 @@ class Kept:
         if numpy is not None and isinstance(value, numpy.ndarray):
             self._restores.append(_array(value))
             return ()
-        found: list[Any] = []
+        members: list[Any] = []
         if isinstance(value, dict):
             self._restores.append(_dict(value))
             # A class such as ModelOutput may have a `values` of its own.
-            found += dict.values(value)
+            members += dict.values(value)
         elif isinstance(value, list | deque | set):
             self._restores.append(_collection(value))
-            found += value
-        inside = _attributes(value)
-        if inside is not None:
-            self._restores.append(_dict(inside))
-            found += inside.values()
+            members += value
+        may_be_state = not isinstance(value, _NOT_STATE)
+        if may_be_state and not type(value).__module__.startswith(_MACHINERY):
+            attributes = getattr(value, "__dict__", None)
+            if type(attributes) is dict:
+                self._restores.append(_dict(attributes))
+                members += attributes.values()
         if isinstance(value, nn.Module):  # a class may keep its buffers elsewhere
             buffers = compat.buffers_here(value)
             self._restores.append(_dict(buffers))
-            found += buffers.values()
-        return found
-
-
-def _attributes(value: Any) -> dict[str, Any] | None:
-    """The attributes of an object that may be the model's state; None for others."""
-    if isinstance(value, _NOT_STATE):
-        return None
-    if type(value).__module__.startswith(_MACHINERY):
-        return None
-    found = getattr(value, "__dict__", None)
-    return found if type(found) is dict else None
+            members += buffers.values()
+        return members
 
 
 def _dict(live: dict[Any, Any]) -> Restore:

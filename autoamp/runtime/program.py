@@ -17,7 +17,7 @@ import itertools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,12 +60,14 @@ def likeness(
     """
     numbers: dict[int, int] = {}
     try:
+        # Most calls have nothing but tensors, which need no search for leaves.
+        flat = not kwargs and all(isinstance(each, torch.Tensor) for each in args)
         kept = (
             tuple(
                 (name, *_of_module(module, module is model, numbers))
                 for name, module in model.named_modules()
             ),
-            tuple(map(_argument, _leaves(args, kwargs))),
+            tuple(map(_argument, args if flat else pytree.tree_leaves((args, kwargs)))),
             tuple(kwargs),
         )
     except (_Unlike, AttributeError, RuntimeError, TypeError, ValueError):
@@ -77,33 +79,26 @@ def _of_module(
     module: nn.Module, root: bool, numbers: dict[int, int]
 ) -> list[Hashable]:
     """The key of one module; `numbers` counts tensors, because they may be shared."""
-    own = module.__dict__
-    is_scripted = "_parameters" not in own
-    if is_scripted or (STATE in own and not root):
+    attributes = module.__dict__
+    is_scripted = "_parameters" not in attributes
+    if is_scripted or (STATE in attributes and not root):
         raise _Unlike
-    found: list[Hashable] = [weakref.ref(type(module))]
+    key: list[Hashable] = [weakref.ref(type(module))]
     for kind in ("_parameters", "_buffers"):
-        for name, value in own[kind].items():
+        for name, value in attributes[kind].items():
             # A tied weight has the number of its first place, in each model that is
             # alike.
             number = numbers.setdefault(id(value), len(numbers))
-            found.append((name, number, _value(value)))
+            key.append((name, number, _value(value)))
     # A hook may hold anything: no key tells whether two of them are alike.
-    if any(map(own.get, compat.HOOKS)):
+    if any(map(attributes.get, compat.HOOKS)):
         raise _Unlike
-    for name in own:
+    for name in attributes:
         if name not in _EVERY:
-            value = own[name]
+            value = attributes[name]
             if not (root and (name == STATE or isinstance(value, types.MethodType))):
-                found.append((name, _held(value)))
-    return found
-
-
-def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Any]:
-    """The leaves of a call's arguments; most calls have nothing but tensors."""
-    if not kwargs and all(isinstance(each, torch.Tensor) for each in args):
-        return args
-    return pytree.tree_leaves((args, kwargs))
+                key.append((name, _held(value)))
+    return key
 
 
 def _held(value: Any) -> Hashable:
@@ -128,7 +123,9 @@ def _value(value: Any) -> Hashable:
     if value is None or isinstance(value, _PLAIN):
         return value
     if callable(value) and not isinstance(value, nn.Module):
-        return _function(value)
+        if not isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
+            raise _Unlike
+        return weakref.ref(value)  # such as `functional.relu`: its identity
     inside = itertools.islice(pytree.tree_iter(getattr(value, "__dict__", {})), _MOST)
     if any(isinstance(each, torch.Tensor) for each in inside):
         raise _Unlike
@@ -141,13 +138,6 @@ def _argument(value: Any) -> Hashable:
         return _value(value)
     kind = weakref.ref(type(value))
     return kind, value.shape, value.dtype, value.device, value.requires_grad
-
-
-def _function(value: Any) -> Hashable:
-    """A key for a function or a class, such as `functional.relu`: its identity."""
-    if not isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
-        raise _Unlike
-    return weakref.ref(value)
 
 
 under_compilation = torch.compiler.is_dynamo_compiling
@@ -354,15 +344,15 @@ def program_for(
     key = _with_options(what, engine)
     with _LOCK:
         try:
-            found = _PROGRAMS.get(key)
+            shared = _PROGRAMS.get(key)
         except TypeError:  # an option, such as a backend, has no hash
             return Program(function, engine, hooked=hooked)
-        if found is not None and found.may_be_joined:
-            return found
+        if shared is not None and shared.may_be_joined:
+            return shared
         mine = Program(function, engine, hooked=hooked)
         # This thread does not wait for a program that another thread is capturing: the
         # other may wait for this one in turn, as it does where ranks are threads.
-        if found is None or found.captured_modes:
+        if shared is None or shared.captured_modes:
             _PROGRAMS[key] = mine
     return mine
 
