@@ -93,9 +93,9 @@ _found: weakref.WeakSet[ModelScaling] = weakref.WeakSet()
 def boundary_of(optimizer: Optimizer) -> OptimizerBoundary | None:
     """The boundary of `optimizer`, or of the optimizer that it wraps, or None."""
     optimizer = innermost(optimizer)
-    found = optimizer.__dict__.get(_STATE)
+    state = optimizer.__dict__.get(_STATE)
     # A boundary that is off only passes steps on, for code that has wrapped its `step`.
-    return found if isinstance(found, OptimizerBoundary) and not found.off else None
+    return state if isinstance(state, OptimizerBoundary) and not state.off else None
 
 
 def attach(optimizer: Optimizer) -> OptimizerBoundary:
@@ -154,10 +154,10 @@ def _step_of(boundary: OptimizerBoundary, optimizer: Optimizer) -> Callable[...,
 
     # Schedulers ask a `step` for its function, as if it were a method; GradScaler asks
     # for its parameters.
-    told: Any = bound
-    told.__func__ = step
+    method: Any = bound
+    method.__func__ = step
     _, *others = inspect.signature(step).parameters.values()
-    told.__signature__ = inspect.Signature(others)
+    method.__signature__ = inspect.Signature(others)
     return bound
 
 
@@ -433,8 +433,8 @@ def _masters_for(
     try:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # A model that was not found may be inside DistributedDataParallel.
-            found = {id(p) for model in models for p in model.parameters()}
-            masters.keep_half(p for p in params if id(p) not in found)
+            ids = {id(p) for model in models for p in model.parameters()}
+            masters.keep_half(p for p in params if id(p) not in ids)
         masters.name_after(*models)
     except BaseException:
         masters.release()
@@ -518,11 +518,11 @@ def detach_from(model: torch.nn.Module) -> None:
     # Not by `parameters()`: a module may have no hash, or `parameters` of its own.
     modules = compat.modules_of(model)
     values = [p for each in modules for p in compat.parameters_here(each).values()]
-    held = {id(p): p for p in values if p is not None}
+    by_id = {id(p): p for p in values if p is not None}
     for boundary in boundaries():
         # A model that was not converted has no part in masters that nobody asked for.
         alone = boundary in _met_by_masters and _found.issuperset(boundary.scalings)
-        if not alone and any(id(p) in held for p in boundary.params):
+        if not alone and any(id(p) in by_id for p in boundary.params):
             detach(boundary)
 
 
@@ -847,10 +847,10 @@ def _owners(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[ModelS
     optimizer holds, and that have passed an overflow on to weights of no graph.
     """
     owners = owners_of(params, judged(_scalings)) + guard.guards_of(optimizer, params)
-    held = {id(p): p for p in params}
+    by_id = {id(p): p for p in params}
     # Most runs share their leaves, and a bystander's every step asks.
     of_leaves = {id(run.leaves): run for run in BACKWARDS.runs}
-    runs = [run for run in of_leaves.values() if run.leaves.are_among(held)]
+    runs = [run for run in of_leaves.values() if run.leaves.are_among(by_id)]
     passed = [run for run in BACKWARDS.unread() if _passed_on(run)]
     grads = [p.grad for p in params if p.grad is not None] if passed else []
     if grads:

@@ -86,14 +86,14 @@ def computing_round(optimizer: Optimizer) -> Any:
     inner = innermost(optimizer)
     if inner is not optimizer and not passes_on(optimizer):
         return optimizer
-    held = {id(p) for p in params_of(optimizer)}
+    ids = {id(p) for p in params_of(optimizer)}
     for _, owner in compat.callers(_DEEPEST):
         if owner is optimizer or owner is inner or not hasattr(type(owner), "step"):
             continue
         groups = getattr(owner, "param_groups", None)
         if not isinstance(groups, list):
             continue
-        if not passes_on(owner) and not held.isdisjoint(map(id, params_of(owner))):
+        if not passes_on(owner) and not ids.isdisjoint(map(id, params_of(owner))):
             return owner
     return None
 
@@ -105,8 +105,8 @@ def params_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def closure_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
     """The closure among the arguments of a step, or None."""
-    found: Callable[[], Any] | None = args[0] if args else kwargs.get("closure")
-    return found
+    closure: Callable[[], Any] | None = args[0] if args else kwargs.get("closure")
+    return closure
 
 
 class OptimizerBoundary:
@@ -156,9 +156,9 @@ class OptimizerBoundary:
 
     @property
     def optimizer(self) -> Optimizer:
-        found = self._optimizer()
-        assert found is not None, "only an optimizer that is alive takes steps"
-        return found
+        optimizer = self._optimizer()
+        assert optimizer is not None, "only an optimizer that is alive takes steps"
+        return optimizer
 
     @property
     def params(self) -> list[torch.Tensor]:
@@ -305,8 +305,8 @@ class OptimizerBoundary:
 
     def find_wrappers(self) -> None:
         """Notes the wrappers that step the optimizer now, and have a mark to set."""
-        found = _stepping(self.optimizer)
-        self.wrappers.update(w for w in found if _is_behind(w) or _MARK in vars(w))
+        wrappers = _stepping(self.optimizer)
+        self.wrappers.update(w for w in wrappers if _is_behind(w) or _MARK in vars(w))
 
     def show_on_wrappers(self, skipped: Any) -> None:
         """Sets the mark on the wrappers that were seen to step the optimizer."""

@@ -58,10 +58,10 @@ class Written(NamedTuple):
             return cls([], [])
         given, found, holders = set(map(id, inputs)), [], []
         for module in (each for model in models for each in compat.modules_of(model)):
-            held = compat.buffers_here(module)
-            own = [(written[id(b)], n) for n, b in held.items() if id(b) in written]
+            buffers = compat.buffers_here(module)
+            own = [(written[id(b)], n) for n, b in buffers.items() if id(b) in written]
             found += [at for at, _ in own]
-            others = {id(b) for b in held.values() if b is not None}
+            others = {id(b) for b in buffers.values() if b is not None}
             if own and not others <= given:
                 holders.append((*own[0], weakref.ref(module)))
         return cls([*dict.fromkeys(found)], holders)

@@ -215,24 +215,26 @@ def own_tensors(optimizer: Optimizer) -> list[Tensor]:
     Python's, are not among them; nor are parameters, which a model computes with, such
     as the frozen ones in an optimizer's own list of all.
     """
-    found: dict[int, Tensor] = {}
-    left = [v for k, v in vars(optimizer).items() if k not in ("param_groups", "state")]
+    tensors: dict[int, Tensor] = {}
+    pending = [
+        v for k, v in vars(optimizer).items() if k not in ("param_groups", "state")
+    ]
     seen: set[int] = set()
-    while left:
-        value = left.pop()
+    while pending:
+        value = pending.pop()
         if isinstance(value, Tensor):
             if has_masters(value.dtype) and not isinstance(value, nn.Parameter):
-                found[id(value)] = value
+                tensors[id(value)] = value
         elif isinstance(value, (list, tuple, set, dict)) and id(value) not in seen:
             seen.add(id(value))
-            left += value.values() if isinstance(value, dict) else value
-    return [*found.values()]
+            pending += value.values() if isinstance(value, dict) else value
+    return [*tensors.values()]
 
 
 def shares_memory(tensors: Iterable[Tensor], params: Iterable[Tensor]) -> bool:
     """Whether some of `tensors` lie in the memory of some of `params`."""
-    held = [compat.memory_of(compat.own_memory(p))() for p in params]
-    ids = {id(memory) for memory in held}
+    memories = [compat.memory_of(compat.own_memory(p))() for p in params]
+    ids = {id(memory) for memory in memories}
     return any(id(compat.memory_of(compat.own_memory(t))()) in ids for t in tensors)
 
 

@@ -84,7 +84,8 @@ def engine_of(model: nn.Module, *, around: bool) -> str:
     """
     if not _loaded():
         return ""
-    inside = next((_why_left(type(each)) for each in _engines_in(model)), "")
+    kinds = (type(module) for module in compat.modules_of(model))
+    inside = next((_why_left(k) for k in kinds if _engine_of(k) is not None), "")
     return inside or (engine_around(model) if around else "")
 
 
@@ -153,11 +154,6 @@ def _loaded() -> bool:
     return any(name in sys.modules for each in _LIBRARIES for name in each.packages)
 
 
-def _engines_in(model: nn.Module) -> list[nn.Module]:
-    modules = compat.modules_of(model)
-    return [each for each in modules if _engine_of(type(each)) is not None]
-
-
 def _engine_of(kind: type) -> _Library | None:
     """The library of which `kind` is an engine."""
     return next((each for each in _LIBRARIES if _has(kind, each, each.engines)), None)
@@ -165,8 +161,8 @@ def _engine_of(kind: type) -> _Library | None:
 
 def _optimizer_of(kind: type) -> _Library | None:
     """The library whose engine an optimizer of class `kind` belongs to."""
-    found = (each for each in _LIBRARIES if _has(kind, each, each.optimizers))
-    return next(found, None)
+    libraries = (each for each in _LIBRARIES if _has(kind, each, each.optimizers))
+    return next(libraries, None)
 
 
 def _has(kind: type, library: _Library, names: frozenset[str]) -> bool:

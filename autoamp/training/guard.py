@@ -93,18 +93,18 @@ def guards_of(
         sum(scaling.ledger.learnt for scaling in _guards),
         hash(tuple(map(id, params))),
     )
-    known = _known.get(optimizer)
-    if known is None or known[0] != stamp:
-        found = [weakref.ref(s) for s in _guards if _trains(s, params)]
-        known = _known[optimizer] = stamp, found
-    alive = [s for s in (ref() for ref in known[1]) if s is not None]
+    cached = _known.get(optimizer)
+    if cached is None or cached[0] != stamp:
+        guards = [weakref.ref(s) for s in _guards if _trains(s, params)]
+        cached = _known[optimizer] = stamp, guards
+    alive = [s for s in (ref() for ref in cached[1]) if s is not None]
     return [scaling for scaling in alive if is_guarded(scaling)]
 
 
 def _trains(scaling: ModelScaling, params: Sequence[torch.Tensor]) -> bool:
-    held = {id(p): p for p in params}
+    by_id = {id(p): p for p in params}
     if scaling.find_models is not None and not scaling.models:
         return False  # the models were converted anew, or are gone
-    if any(leaves.are_among(held) for leaves in scaling.ledger.leaves):
+    if any(leaves.are_among(by_id) for leaves in scaling.ledger.leaves):
         return True
-    return not held.keys().isdisjoint(map(id, scaling.weights))
+    return not by_id.keys().isdisjoint(map(id, scaling.weights))

@@ -139,7 +139,10 @@ class GraphRun:
             if self.magnitudes is not None:
                 self.magnitudes.clear()
         if isinstance(self._scale, DynamicLossScale) and not plain:
-            self.entered = _entered(grad, value)
+            self.entered = compat.largest_magnitude(grad)
+            if self.entered is not None and value is not None:
+                # The gradient of a loss to itself is 1, also of a loss that is NaN.
+                self.entered = self.entered + 0 * value.abs().float()
         for given, (scale, inverse, _) in zip(self._given, self._edge, strict=True):
             now = self._scale.tensors(scale.device)
             if plain:
@@ -174,15 +177,6 @@ class GraphRun:
         room = torch.where(entered.isfinite(), room, _MOST)
         _write(scale, room.minimum(scale))
         _write(inverse, scale.double().reciprocal())
-
-
-def _entered(grad: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor | None:
-    """The largest magnitude of a gradient that enters; None where it is not known."""
-    found = compat.largest_magnitude(grad)
-    if found is None or value is None:
-        return found
-    # The gradient of a loss to itself is 1, also of a loss that is NaN.
-    return found + 0 * value.abs().float()
 
 
 def _write(to: torch.Tensor, value: torch.Tensor | float) -> None:
@@ -307,8 +301,8 @@ class Backwards:
 
         A gradient that was not finite as it entered is the script's own.
         """
-        found = [run for run in self.unread() if run.overflowed]
-        return any(r.entered is None or bool(r.entered.isfinite()) for r in found)
+        overflowed = [run for run in self.unread() if run.overflowed]
+        return any(r.entered is None or bool(r.entered.isfinite()) for r in overflowed)
 
 
 _RUNNING = 16
@@ -340,8 +334,8 @@ def _fills_weights(leaves: Sequence[torch.Tensor], before: Sequence[Any]) -> boo
     ):
         return True
     # An image that an optimizer trains is no parameter.
-    held = {id(p) for boundary in boundaries() for p in boundary.params}
-    return any(id(leaf) in held and compat.receives_gradient(leaf) for leaf in leaves)
+    ids = {id(p) for boundary in boundaries() for p in boundary.params}
+    return any(id(leaf) in ids and compat.receives_gradient(leaf) for leaf in leaves)
 
 
 def _move(scaling: ModelScaling, runs: Sequence[GraphRun], *, counts: bool) -> None:
@@ -422,10 +416,10 @@ def _agreed(
 def _largest_of(runs: Sequence[GraphRun]) -> torch.Tensor | None:
     """The largest fp16 gradient in `runs`; None where some run has seen none."""
     seen = [run.largest for run in runs]
-    known = [each for each in seen if each is not None]
-    if len(known) < len(seen):
+    sizes = [each for each in seen if each is not None]
+    if len(sizes) < len(seen):
         return None
-    return torch.stack([each.to(known[0].device) for each in known]).amax()
+    return torch.stack([each.to(sizes[0].device) for each in sizes]).amax()
 
 
 def _tell(scaling: ModelScaling) -> None:

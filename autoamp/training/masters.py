@@ -124,7 +124,8 @@ class Masters:
         self._split = split
         # Torch's own optimizers write to nothing but the parameters, and differentiate
         # nothing.
-        self._doubt = body_of(optimizer) is None and not _is_torchs(optimizer)
+        package = type(optimizer).__module__.partition(".")[0]
+        self._doubt = body_of(optimizer) is None and package != "torch"
         self._ids: list[int] = []
         self._lists: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._models: list[weakref.ref[nn.Module]] = []
@@ -144,12 +145,12 @@ class Masters:
         self._order_hooks()
         self._surround(optimizer, methods_of(optimizer))
         if self._doubt:
-            held = own_tensors(optimizer)
-            if shares_memory(held, self.in_order()):
+            tensors = own_tensors(optimizer)
+            if shares_memory(tensors, self.in_order()):
                 self._give_up(_WRITES)
             elif has_half(self.in_order()):
-                self._own = [(each, each.dtype) for each in held]
-                for each in held:
+                self._own = [(each, each.dtype) for each in tensors]
+                for each in tensors:
                     each.data = each.data.float()
         if any(group.get("differentiable") for group in optimizer.param_groups):
             self._give_up(_DIFFERENTIATES)
@@ -254,7 +255,7 @@ class Masters:
         self._let_go()
         self.cannot = why
         try:
-            made = step(*args, **kwargs)
+            result = step(*args, **kwargs)
         except BaseException:
             self.cannot = ""
             for param, state in states.items():
@@ -268,7 +269,7 @@ class Masters:
         finally:
             self._depth = 0
         self._give_up(why)
-        return made
+        return result
 
     @contextlib.contextmanager
     def _running(self, doubt: bool) -> Iterator[None]:
@@ -307,19 +308,19 @@ class Masters:
         self._whole_where_changed(params, splits)
         split = {id(p) for chunk in self.chunks for p in chunk.params}
         params = [p for p in params if id(p) not in split]
-        made: dict[torch.Tensor, torch.Tensor] = {}
+        masters: dict[torch.Tensor, torch.Tensor] = {}
         new, bare = [], []
         carried = self._carried()
         try:
             for param in params:
                 master: torch.Tensor | None = self.of.get(param)
                 if master is not None and has_masters(master.dtype):
-                    made[param] = master  # a step round this one has exchanged them
+                    masters[param] = master  # a step round this one has exchanged them
                 elif not has_masters(param.dtype):
                     _hand_over(master, param.detach())
                 elif master is not None and master.shape == param.shape:
                     follow(master, param.detach())
-                    made[param] = master
+                    masters[param] = master
                 elif param.requires_grad and param.is_leaf:
                     new.append(param)
                     self._prepare(param)
@@ -327,12 +328,12 @@ class Masters:
                     if can and not self._is_shared(param):
                         bare.append(param)
                     else:
-                        made[param] = self._made(param, carried.get(id(param), {}))
-            whole = [p for p in made if p not in _whole and can_split(p)]
+                        masters[param] = self._made(param, carried.get(id(param), {}))
+            whole = [p for p in masters if p not in _whole and can_split(p)]
             cut = splits and is_elementwise(self.optimizer)
             chunks = [Chunk(each, cut=cut) for each in chunks_of(bare)]
             for each in chunks_of(whole if splits else []):
-                values = [made[p].detach() for p in each]
+                values = [masters[p].detach() for p in each]
                 chunks.append(Chunk(each, values, cut=cut))
         except BaseException:  # such as no memory: nothing is left half done
             for param in new:
@@ -340,10 +341,10 @@ class Masters:
             raise
         self.chunks += chunks
         for param in [p for chunk in chunks for p in chunk.params]:
-            made.pop(param, None)
+            masters.pop(param, None)
             _shared.pop(param, None)
             _splitter[param] = weakref.ref(self)
-        gone, self.of = self.of.keys() - made.keys(), made
+        gone, self.of = self.of.keys() - masters.keys(), masters
         for param in gone.difference(self.params) if gone else ():
             self._unhook(param)
 
@@ -658,10 +659,6 @@ class Masters:
 
     # -- methods of the optimizer that compute with its parameters -----------------
 
-    def _put_on(self, holder: Optimizer, name: str, value: Any) -> None:
-        holder.__dict__[name] = value
-        self._set.append((weakref.ref(holder), name, value))
-
     def _surround(self, holder: Optimizer, names: Iterable[str]) -> None:
         """Has methods of an optimizer run with the masters in the parameters' places.
 
@@ -669,7 +666,9 @@ class Masters:
         """
         for name in names:
             if name not in vars(holder):
-                self._put_on(holder, name, _surrounded(self, holder, name))
+                method = _surrounded(self, holder, name)
+                holder.__dict__[name] = method
+                self._set.append((weakref.ref(holder), name, method))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def call(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -680,17 +679,17 @@ class Masters:
         self.settle()
         self._calls = True  # all masters are whole meanwhile
         self.refresh()
-        given = tuple(self._outside(a) if _is_closure(a) else a for a in args)
+        positional = tuple(self._outside(a) if _is_closure(a) else a for a in args)
         named = {
             k: self._outside(v) if _is_closure(v) else v for k, v in kwargs.items()
         }
         try:
             with self._running(True):
                 self._put_in()
-                made = method(*given, **named)
+                result = method(*positional, **named)
                 # No more is written to than torch has counted, as in a plain call.
                 self._take_out(over=False)
-                return made
+                return result
         except DifferentiatesError:
             self._plain.add(method.__name__)
         except (RuntimeError, TypeError):
@@ -732,10 +731,6 @@ def _end(known: weakref.ref[Masters]) -> None:
     masters = known()
     if masters is not None:
         masters._let_go()
-
-
-def _is_torchs(optimizer: Optimizer) -> bool:
-    return type(optimizer).__module__.partition(".")[0] == "torch"
 
 
 def _is_closure(value: Any) -> bool:

@@ -63,8 +63,8 @@ class ModelLedger:
     @property
     def reducers(self) -> list[Any]:
         """Each DistributedDataParallel in whose forward the model has been called."""
-        found = [ref() for ref in self._reducers]
-        return [each for each in found if each is not None]
+        reducers = [ref() for ref in self._reducers]
+        return [each for each in reducers if each is not None]
 
     @property
     def learnt(self) -> int:
@@ -109,10 +109,10 @@ class ModelLedger:
         """Notes the arguments of a graph whose `.grad` a backward fills."""
         # The memory of other tensors, DTensors say, may not be known.
         plain = (torch.Tensor, torch.nn.Parameter)
-        given = [a for a in args if type(a) in plain]
-        found = [t for t in given if t.requires_grad and t.is_leaf]
-        if found:
-            self.leaves.append(Leaves(found))
+        tensors = [a for a in args if type(a) in plain]
+        leaves = [t for t in tensors if t.requires_grad and t.is_leaf]
+        if leaves:
+            self.leaves.append(Leaves(leaves))
 
     def note_scalers(self, scalers: Iterable[Any]) -> None:
         """Notes the GradScalers of the script: one of them may scale the loss."""
@@ -196,8 +196,8 @@ class ModelScaling:
     def weights(self) -> list[torch.Tensor]:
         """The parameters of the converted models, as they are now."""
         modules = [each for m in self.models for each in compat.modules_of(m)]
-        found = [p for m in modules for p in compat.parameters_here(m).values()]
-        return [p for p in found if p is not None]
+        weights = [p for m in modules for p in compat.parameters_here(m).values()]
+        return [p for p in weights if p is not None]
 
     @property
     def adapts(self) -> bool:

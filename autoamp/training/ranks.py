@@ -110,9 +110,9 @@ def team_of(scalings: Iterable[ModelScaling], params: Sequence[torch.Tensor]) ->
     reducers = [each for s in scalings for each in s.ledger.reducers]
     own = compat.shard_groups(params)
     own += [each for s in scalings for each in s.stage_groups]
-    held: frozenset[int] = frozenset().union(*map(_covered, reducers))
+    covered: frozenset[int] = frozenset().union(*map(_covered, reducers))
     # A weight of the optimizer's that no reducer covers has each rank's own gradient.
-    outside = any(p.requires_grad and id(p) not in held for p in params)
+    outside = any(p.requires_grad and id(p) not in covered for p in params)
     apart = [r for r in reducers if outside or compat.leaves_out(r)]
     # A rank that is out of inputs shadows the collectives of its reducers, no others.
     apart = [r for r in apart if not compat.is_joining(r)]
@@ -138,8 +138,8 @@ def owners_of(
     """
     if not compat.are_several():
         return []
-    held = set(map(id, params))
-    return [s for s in scalings if not held.isdisjoint(map(id, s.weights))]
+    ids = set(map(id, params))
+    return [s for s in scalings if not ids.isdisjoint(map(id, s.weights))]
 
 
 # -- the handshake ---------------------------------------------------------------------

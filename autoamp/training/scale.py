@@ -103,8 +103,8 @@ class LossScale:
 
     def count_skipped(self, found_inf: torch.Tensor) -> None:
         """Counts a step as skipped where `found_inf` (one element) is not 0."""
-        found = (found_inf.reshape(()) != 0).long()
-        self._skipped = self._skipped.to(found.device) + found
+        skipped = (found_inf.reshape(()) != 0).long()
+        self._skipped = self._skipped.to(skipped.device) + skipped
 
     @property
     def wants_size(self) -> bool:
@@ -347,12 +347,13 @@ class DynamicLossScale(LossScale):
         clean = free_to_read(found_inf) and not found_inf
         if self._climb is not None and (counts or not clean):
             self._climb.count_step()
-        if clean and free_to_read(self._tracker) and not self._grows(counts=counts):
+        readable = clean and free_to_read(self._tracker)
+        if readable and int(self._tracker) + counts < self.growth_interval:
             # Nothing moves, as in nearly every backward.
             self._tracker = self._tracker + int(counts)
             self._found = self._stuck = _NO
             return
-        found, device = found_inf.reshape(()), found_inf.device
+        overflow, device = found_inf.reshape(()), found_inf.device
         before = self._scale.to(device)
         # The kernel writes in place, and graphs that have yet to run backward hold the
         # tensors of now.
@@ -362,18 +363,18 @@ class DynamicLossScale(LossScale):
             # used one scale lower the scale in force once.
             used = before if used is None else used.to(device)
             kernel_lowers = (before / self.backoff_factor).minimum(used)
-            scale = torch.where(found != 0, kernel_lowers, before)
-            self._found = found != 0
+            scale = torch.where(overflow != 0, kernel_lowers, before)
+            self._found = overflow != 0
             self._stuck = self._found & (used <= self.min_scale)
             self._overflowed_at = torch.where(
-                found != 0, used, self._overflowed_at.to(device)
+                overflow != 0, used, self._overflowed_at.to(device)
             )
         else:
             self._found = self._stuck = _NO
         compat.update_scale(
             scale,
             tracker,
-            found,
+            overflow,
             self.growth_factor,
             self.backoff_factor,
             self.growth_interval,
@@ -381,22 +382,18 @@ class DynamicLossScale(LossScale):
         # Torch's kernel knows no floor: it halves a scale down to 0.
         scale.clamp_(min=self.min_scale)
         if self.hysteresis > 1:
-            patience = self._patience.to(device) - found.int()
+            patience = self._patience.to(device) - overflow.int()
             # An overflow that is borne only starts the count of clean steps anew.
-            borne = (found != 0) & (patience > 0)
+            borne = (overflow != 0) & (patience > 0)
             scale = torch.where(borne, before, scale)
             # The kernel sets the tracker to 0 where the scale has grown or backed off.
             moved = (tracker == 0) & ~borne
             self._patience = torch.where(moved, self.hysteresis, patience)
         if self._climb is not None:
-            scale = self._climb.moved(before, scale, found, self.backoff_factor)
+            scale = self._climb.moved(before, scale, overflow, self.backoff_factor)
             scale = scale.clamp(min=self.min_scale)
         self._scale, self._tracker = scale, tracker
         self._given.clear()
-
-    def _grows(self, *, counts: bool) -> bool:
-        """Whether a clean backward lets the scale grow; may wait for the device."""
-        return int(self._tracker) + counts >= self.growth_interval
 
     @property
     def wants_size(self) -> bool:
@@ -542,18 +539,18 @@ class Climb:
         """
         if free_to_read(found_inf) and not found_inf:
             return after
-        found, lent = found_inf != 0, self.lent.to(found_inf.device)
+        overflow, lent = found_inf != 0, self.lent.to(found_inf.device)
         # With an infinite size `_room` is 0 for good: an overflow of what was lent, or
         # after the first looks, ends all climbing.
-        ends = found if not self.left else found & (lent > 0)
+        ends = overflow if not self.left else overflow & (lent > 0)
         self.largest_seen = torch.where(
-            ends, torch.inf, self.largest_seen.to(found.device)
+            ends, torch.inf, self.largest_seen.to(overflow.device)
         )
-        self.lent = torch.where(found, 0, lent)
-        lent = torch.where(found & (lent > 0), lent, 0)
+        self.lent = torch.where(overflow, 0, lent)
+        lent = torch.where(overflow & (lent > 0), lent, 0)
         # Powers of two are exact in fp32: without the loan the overflow would have
         # moved this very scale.
-        alone = torch.ldexp(before.to(found.device), -lent)
+        alone = torch.ldexp(before.to(overflow.device), -lent)
         return torch.where(lent > 0, after.minimum(alone * back_off), after)
 
     def scale_after(
@@ -576,13 +573,13 @@ class Climb:
         if largest is None:
             return scale
         device = largest.device
-        found = (
+        overflow = (
             torch.as_tensor(found_inf, dtype=torch.float32, device=device).reshape(())
             != 0
         )
         scale, before = scale.to(device), self.largest_seen.to(device)
         # `largest` may be infinite without a flag, in gradients that were thrown away.
-        tells = ~found & largest.isfinite() & (largest > 0)
+        tells = ~overflow & largest.isfinite() & (largest > 0)
         # Each later look halves what is remembered, so that one old peak is forgotten.
         seen = largest.maximum(before if is_early else before / 2)
         self.largest_seen = torch.where(tells, seen, before)

@@ -122,8 +122,8 @@ def copies_of(weight: torch.Tensor) -> list[Copy]:
     """The copies of a weight, in every low dtype and layout."""
     layouts = _LAYOUTS if weight.dim() >= _LEAST_LAID_OUT else _LAYOUTS[:1]
     keys = [key_of(weight, layout) for layout in layouts]
-    found = [store.get(key) for store in COPIES.values() if store for key in keys]
-    return [copy for copy in found if copy is not None]
+    copies = [store.get(key) for store in COPIES.values() if store for key in keys]
+    return [copy for copy in copies if copy is not None]
 
 
 @dataclass(eq=False)

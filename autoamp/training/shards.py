@@ -131,20 +131,17 @@ class Sharded:
     def of(self, weight: torch.Tensor) -> Shard | None:
         """The shard whose whole parameter is `weight`; None for any other tensor."""
         if id(weight) not in self._by_whole:
-            self._find_whole()
+            # FSDP may have gathered some shards for the first time since.
+            waiting, self._waiting = self._waiting, []
+            for shard in waiting:
+                whole = compat.whole_parameter(shard.record)
+                if whole is not None:
+                    self._by_whole[id(whole)] = shard
+                elif shard.record:
+                    self._waiting.append(shard)
         found = self._by_whole.get(id(weight))
         same = found is not None and compat.whole_parameter(found.record) is weight
         return found if same else None
-
-    def _find_whole(self) -> None:
-        """Notes the shards that FSDP has gathered for the first time."""
-        waiting, self._waiting = self._waiting, []
-        for shard in waiting:
-            whole = compat.whole_parameter(shard.record)
-            if whole is not None:
-                self._by_whole[id(whole)] = shard
-            elif shard.record:
-                self._waiting.append(shard)
 
     def note_wide(self, weights: Iterable[Any]) -> None:
         """Notes that a graph reads `weights` (tensors or sizes) themselves."""

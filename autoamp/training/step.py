@@ -306,10 +306,10 @@ def _has_state(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     if isinstance(optimizer, torch.optim.SGD) and not group["momentum"]:
         return True  # SGD without momentum never has state
     for p in group["params"]:
-        known = optimizer.state.get(p)
+        state = optimizer.state.get(p)
         # A momentum buffer of None is one that no step has filled.
         if p.grad is not None and (
-            not known or any(value is None for value in known.values())
+            not state or any(value is None for value in state.values())
         ):
             return False
     return True
@@ -408,9 +408,11 @@ def note_overflow(
     every, by = concerned(boundary, reading), id(boundary.optimizer)
     if overflow is False:
         # Another optimizer's model may have overflowed in the same backward.
-        bad = {r.scaling for r in reading.runs if r.scaling not in boundary.scalings}
-        bad = {s for s in bad if s.skip_watch.watching and _overflowed(reading, s)}
-        note_step([each for each in every if each not in bad], by)
+        others = [r for r in reading.runs if r.scaling not in boundary.scalings]
+        # A flag is read, for which the host may wait, only where a watch needs it.
+        watched = [run for run in others if run.scaling.skip_watch.watching]
+        bad = {run.scaling for run in watched if run.overflowed}
+        note_step([scaling for scaling in every if scaling not in bad], by)
     elif overflow:
         runs = [run for run in reading.runs if run.overflowed]
         try:
@@ -419,10 +421,6 @@ def note_overflow(
         except LossScaleError:
             mark(boundary, True)
             raise
-
-
-def _overflowed(reading: Reading, scaling: ModelScaling) -> bool:
-    return any(run.overflowed for run in reading.runs if run.scaling is scaling)
 
 
 def count_skipped(scalings: Sequence[ModelScaling], flag: torch.Tensor) -> None:

@@ -81,17 +81,13 @@ def tell_of_uncalled(optimizer: Optimizer, scalings: Iterable[ModelScaling]) -> 
         if not any(trained[each] for each in held):
             continue
         _expected.pop(scaling)
-        text = _said(optimizer, scaling, expected)
+        text = (
+            f"{scaling.label} is converted, but its weights have gradients for a step "
+            f"of {type(optimizer).__name__} and no call of it was captured, so that it "
+            f"is trained in fp32. {expected.explain(scaling)}"
+        )
         if expected.strict:
             raise CaptureError(text)
         logger.warning("autoamp: %s", text)
     if is_stranger:
         _strangers[optimizer] = stamp
-
-
-def _said(optimizer: Optimizer, scaling: ModelScaling, expected: _Expected) -> str:
-    return (
-        f"{scaling.label} is converted, but its weights have gradients for a step of "
-        f"{type(optimizer).__name__} and no call of it was captured, so that it is "
-        f"trained in fp32. {expected.explain(scaling)}"
-    )

@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -112,45 +112,55 @@ class WeightCopies:
             return steady.give_again()
         del steady  # its references would make the copies look held: `Copy.is_held`
         recording = torch.is_grad_enabled()
+        layouts = self.layouts or (AS_THE_WEIGHT,) * len(weights)
         # A copy made under inference_mode could not be saved for a backward.
-        with _no_inference_mode(), torch.no_grad():
+        is_inference = torch.is_inference_mode_enabled()
+        with (
+            torch.inference_mode(False) if is_inference else nullcontext(),
+            torch.no_grad(),
+        ):
             if SHARDED:
-                return self._of_shards(weights, recording)
-            return self._checked(weights, self.layouts, recording)
+                return self._of_shards(weights, layouts, recording)
+            return self._checked(weights, layouts, recording)
 
     def _of_shards(
-        self, weights: Sequence[torch.Tensor], recording: bool
+        self,
+        weights: Sequence[torch.Tensor],
+        layouts: Sequence[torch.memory_format],
+        recording: bool,
     ) -> list[torch.Tensor]:
         """The same as `fresh`, where FSDP has sharded some of the weights.
 
         A sharded weight is whole for one forward or backward only, and so is its copy:
         if copies were kept, every rank would hold a whole model.
         """
-        layouts = self.layouts or (AS_THE_WEIGHT,) * len(weights)
         pairs = [*zip(weights, layouts, strict=True)]
         shards = [SHARDED.of(weight) for weight in weights]
-        own = [pair for pair, s in zip(pairs, shards, strict=True) if s is None]
-        lows = iter(self._checked([w for w, _ in own], [f for _, f in own], recording))
-        found = []
+        unsharded = [pair for pair, s in zip(pairs, shards, strict=True) if s is None]
+        lows = iter(
+            self._checked(
+                [w for w, _ in unsharded], [f for _, f in unsharded], recording
+            )
+        )
+        copies = []
         for (weight, layout), shard in zip(pairs, shards, strict=True):
             if shard is None:
-                found.append(next(lows))
+                copies.append(next(lows))
             else:
-                found.append(shard.copy(weight, self.low, layout))
-        return found
+                copies.append(shard.copy(weight, self.low, layout))
+        return copies
 
     def _checked(
         self,
         weights: Sequence[torch.Tensor],
-        formats: Sequence[torch.memory_format],
+        layouts: Sequence[torch.memory_format],
         recording: bool,
     ) -> list[torch.Tensor]:
         """The same as `fresh`, but looks at each weight by itself."""
         devices = {weight.device for weight in weights}
         aside = _aside(devices)
         if aside and _capturing():
-            return self._for_cuda_graph(weights)
-        layouts = formats or (AS_THE_WEIGHT,) * len(weights)
+            return self._for_cuda_graph(weights, layouts)
         copies = [*map(self._find, weights, layouts)]
         stale: list[Stale] = []
         with _lock:
@@ -193,14 +203,17 @@ class WeightCopies:
             PLANS.clear()
         return copy
 
-    def _for_cuda_graph(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _for_cuda_graph(
+        self,
+        weights: Sequence[torch.Tensor],
+        layouts: Sequence[torch.memory_format],
+    ) -> list[torch.Tensor]:
         """Copies in the memory of the CUDA graph that is being captured.
 
         Each replay of the CUDA graph writes the copies again, from the addresses that
         the weights have now.
         """
         with _lock:
-            layouts = self.layouts or (AS_THE_WEIGHT,) * len(weights)
             lows = [
                 torch.empty_like(w.detach(), dtype=self.low, memory_format=layout)
                 for w, layout in zip(weights, layouts, strict=True)
@@ -234,11 +247,16 @@ class MeshedCopies(WeightCopies):
         """Up-to-date copies; the copy of a DTensor is one with the same placements."""
         meshed = [w for w in weights if compat.is_distributed(w)]
         plain = [w for w in weights if not compat.is_distributed(w)]
-        held = [compat.own_memory(w) for w in meshed]
+        memories = [compat.own_memory(w) for w in meshed]
         if torch.is_grad_enabled():
-            lows = self._anew(held)
+            # A trained DTensor's copy is made at every call, since a sentinel would
+            # cost a copy of the weight at each step's write.
+            with torch.inference_mode(False), torch.no_grad():
+                lows = [torch.empty_like(each, dtype=self.low) for each in memories]
+                compat.copy_all(lows, memories)
+            self.refreshed += len(lows)
         else:
-            lows = self._kept.fresh(held)
+            lows = self._kept.fresh(memories)
         with torch.no_grad():
             made = map(compat.with_memory, meshed, lows)
             others = iter(super().fresh(plain) if plain else ())
@@ -246,16 +264,6 @@ class MeshedCopies(WeightCopies):
                 next(made) if compat.is_distributed(w) else next(others)
                 for w in weights
             ]
-
-    def _anew(self, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies in new memory, by one multi-tensor copy."""
-        with torch.inference_mode(False), torch.no_grad():
-            # A trained DTensor's copy is made at every call, since a sentinel would
-            # cost a copy of the weight at each step's write.
-            lows = [torch.empty_like(each, dtype=self.low) for each in held]
-            compat.copy_all(lows, held)
-        self.refreshed += len(lows)
-        return lows
 
 
 def before_write(parameters: Iterable[torch.Tensor]) -> None:
@@ -330,13 +338,6 @@ def _aside(devices: Iterable[torch.device]) -> bool:
     )
 
 
-def _no_inference_mode() -> AbstractContextManager[object]:
-    """A region in which tensors made or written to can be saved for a backward."""
-    if torch.is_inference_mode_enabled():
-        return torch.inference_mode(False)
-    return nullcontext()
-
-
 # -- weights in memory that torch cannot watch -----------------------------------------
 #
 # `from_pretrained` returns tensors that lie in the buffer a file was read into.  Torch
@@ -358,7 +359,12 @@ def own_loaded_weights(model: nn.Module) -> int:
     The parameters stay the same objects with the same values.
     """
     modules = compat.modules_of(model)
-    loadable = {kind for kind in set(map(type, modules)) if _is_loadable(kind)}
+    loadable = {
+        kind
+        for kind in set(map(type, modules))
+        if hasattr(kind, "from_pretrained")  # quick, and false of most modules
+        and not _LOADABLE.isdisjoint(base.__name__ for base in kind.__mro__)
+    }
     loaded = [m for m in modules if type(m) in loadable and _was_loaded(m)]
     parameters = {id(p): p for m in loaded for p in nn.Module.parameters(m)}
     moved = [p for p in parameters.values() if _outside_torch(p)]
@@ -367,12 +373,6 @@ def own_loaded_weights(model: nn.Module) -> int:
         # and hooks hold it.
         parameter.data = parameter.data.clone()
     return len(moved)
-
-
-def _is_loadable(kind: type) -> bool:
-    if not hasattr(kind, "from_pretrained"):  # quick, and true of most modules
-        return False
-    return not _LOADABLE.isdisjoint(base.__name__ for base in kind.__mro__)
 
 
 def _was_loaded(module: nn.Module) -> bool:

@@ -146,8 +146,8 @@ def _output_of(step: Step) -> str:
     results = step.node.graph.output_node().args[0]
     if not isinstance(results, (list, tuple)):
         return ""
-    found = (f"output {at}" for at, each in enumerate(results) if each in nodes)
-    return next(found, "")
+    outputs = (f"output {at}" for at, each in enumerate(results) if each in nodes)
+    return next(outputs, "")
 
 
 def _uses(node: fx.Node) -> list[fx.Node]:
@@ -158,8 +158,8 @@ def _uses(node: fx.Node) -> list[fx.Node]:
 
 def _read(step: Step) -> str:
     """A clause about an operand of the forward, not finite, that a backward reads."""
-    given = [each for each in step.operands[0].operands if each.is_given]
-    bad = next((each for each in given if not each.is_finite), None)
+    inputs = [each for each in step.operands[0].operands if each.is_given]
+    bad = next((each for each in inputs if not each.is_finite), None)
     if bad is None:
         return ""
     return f", which reads {bad.location}, in which a number is not finite"

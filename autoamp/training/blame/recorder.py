@@ -68,8 +68,8 @@ class Recorder(Observer):
     def ended(self, results: Any) -> None:
         """Notes which steps made the results."""
         if not compat.inside_backward():
-            made = map(self.trail.maker, floats_in(results))
-            self.trail.outputs += [step for step in made if step is not None]
+            makers = map(self.trail.maker, floats_in(results))
+            self.trail.outputs += [step for step in makers if step is not None]
         self.trail.let_go()
 
     def before(self, run: fx.Interpreter, n: fx.Node) -> None:
@@ -87,11 +87,11 @@ class Recorder(Observer):
             return value
         # The results of a call of a body were noted at the body's own nodes.
         noted = (operator.getitem, checkpointed, *UNROLLED)
-        known = self.trail.maker(tensors[0]) if n.target in noted else None
+        maker = self.trail.maker(tensors[0]) if n.target in noted else None
         if n.op in ("placeholder", "get_attr"):
             self._note_given(n, value)
-        elif known is not None:
-            self.latest[n] = known
+        elif maker is not None:
+            self.latest[n] = maker
         else:
             self._note(run, n, tensors)
         return value
@@ -110,9 +110,9 @@ class Recorder(Observer):
         self.trail.renew(whole, (worst or makers)[0])
 
     def _note_given(self, n: fx.Node, value: Any) -> None:
-        known = self.trail.maker(value)
-        if known is not None:  # a value of another graph, or of the graph around
-            self.latest[n] = known
+        maker = self.trail.maker(value)
+        if maker is not None:  # a value of another graph, or of the graph around
+            self.latest[n] = maker
             return
         location = _line_that_made(value) if self.exact else None
         if location is not None:  # Python code between graphs
@@ -214,12 +214,12 @@ class Listening(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = [a for a in pytree.tree_leaves((args, kwargs)) if floats_in(a)]
-        operands = [self._maker(value) for value in given]
+        values = [a for a in pytree.tree_leaves((args, kwargs)) if floats_in(a)]
+        operands = [self._maker(value) for value in values]
         result = func(*args, **(kwargs or {}))
         # Some calls return no tensor, such as `tensor.backward()`.
         tensors = [t for t in pytree.tree_leaves(result) if floats_in(t)]
-        if tensors and not any(t is value for t in tensors for value in given):
+        if tensors and not any(t is value for t in tensors for value in values):
             op = str(resolve_name(func) or getattr(func, "__name__", func))
             location = Location(OUTSIDE, op=op, source=line_outside())
             size, dtype = largest_in(tensors), tensors[0].dtype
@@ -229,9 +229,9 @@ class Listening(TorchFunctionMode):
         return result
 
     def _maker(self, value: torch.Tensor) -> Step:
-        known = self.trail.maker(value)
-        if known is not None:
-            return known
+        maker = self.trail.maker(value)
+        if maker is not None:
+            return maker
         self.trail.begins(value)
         location = Location(OUTSIDE, name="a tensor of the loss function")
         step = Step(None, largest_in([value]), value.dtype, place=location)

@@ -138,7 +138,7 @@ def candidates(step: Step, records: Sequence[Rewritten]) -> list[Remedy]:
 
     A remedy is narrower the fewer low ops it puts back into fp32.
     """
-    found: dict[Remedy, int] = {}
+    counts: dict[Remedy, int] = {}
     for node, location in _computing(step):
         # The records name the module that a shared graph was captured in.
         known = location if node is None else location_of(node)
@@ -147,12 +147,12 @@ def candidates(step: Step, records: Sequence[Rewritten]) -> list[Remedy]:
         if "::" in location.op:
             name = parse_op_name(location.op).partition(".")[0]
             each[Remedy(deny=(name,))] = Remedy(deny=(name,))
-        found |= {
+        counts |= {
             remedy: _put_back(as_noted, records) for remedy, as_noted in each.items()
         }
     # A remedy that puts no low op back changes nothing.
-    found = {remedy: count for remedy, count in found.items() if count}
-    return sorted(found, key=lambda remedy: (found[remedy], bool(remedy.keep)))
+    counts = {remedy: count for remedy, count in counts.items() if count}
+    return sorted(counts, key=lambda remedy: (counts[remedy], bool(remedy.keep)))
 
 
 def _computing(step: Step) -> list[tuple[fx.Node | None, Location]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -60,7 +60,14 @@ def note_skip(
         why = _accused(blamed, scaling, scale) or _by_gradients(runs, params)
         why = _noted(scaling, why)
         if scaling.loss_scale.is_stuck:
-            raise _floor_error(scaling, why)
+            raise LossScaleError(
+                f"{scaling.label}: gradients overflow even at the lowest loss scale, "
+                f"{scaling.loss_scale.scale:g}, so lowering it cannot help. {why}. "
+                "Nothing was written. Look for NaN or infinities in the data, the loss "
+                "and the forward (autoamp.find_overflow(model, *inputs) does); keep "
+                f"that op in fp32 with {scaling.advice('deny', ['OP'])}, or its module "
+                f"with {scaling.advice('keep', ['PATH'])}; or train in bf16"
+            )
         logger.info("autoamp: %s: skipped %s", scaling.label, why)
         graphs = [run.origin.graph() for run in runs if run.scaling is scaling]
         records = {id(g): g.rewritten for g in graphs if g is not None}.values()
@@ -86,7 +93,7 @@ def _note_guarded(
     # The loss scale of another rank may be on its way down.
     elsewhere = scaling.adapts and compat.are_several()
     why = _accused(blamed, scaling, None)
-    why = _noted(scaling, why or _of_parameters(params, _names_of(scaling.models)))
+    why = _noted(scaling, why or _of_parameters(params, scaling.models))
     if is_first and not elsewhere:
         taken = f"; with {scaling.advice('guard', False)} they would be taken"
         logger.warning(
@@ -136,9 +143,11 @@ def _blamed(scalings: Sequence[ModelScaling]) -> _Blamed:
     that made it comes before one that was given it.
     """
     culprits = [(each, each.skip_watch.culprit()) for each in scalings]
-    found = [(each, step) for each, step in culprits if step is not None]
-    made = (pair for pair in found if not (pair[1].entered_bad or pair[1].is_given))
-    return next(made, found[0] if found else None)
+    suspects = [(each, step) for each, step in culprits if step is not None]
+    makers = (
+        pair for pair in suspects if not (pair[1].entered_bad or pair[1].is_given)
+    )
+    return next(makers, suspects[0] if suspects else None)
 
 
 def _accused(blamed: _Blamed, of: ModelScaling, scale: float | None) -> str:
@@ -175,31 +184,29 @@ def _by_gradients(runs: Sequence[GraphRun], params: Sequence[torch.Tensor]) -> s
     return of_model or "the gradients are not finite"
 
 
-def _of_parameters(params: Sequence[torch.Tensor], names: Mapping[int, str]) -> str:
+def _of_parameters(
+    params: Sequence[torch.Tensor], models: Iterable[torch.nn.Module]
+) -> str:
     """A clause that names the first of `params` whose gradient is not finite.
 
     Args:
-        names: names of parameters, by the `id` of each.
+        models: the models that the names are looked up in.
     """
     bad = _with_bad_gradients(params)
     if not bad:
         return "a gradient of another rank is not finite"
+    named = [pair for model in models for pair in model.named_parameters()]
+    # Reversed, so that a tied weight keeps the first of its names.
+    names = {id(parameter): name for name, parameter in reversed(named)}
     first = names.get(id(bad[0]), f"a tensor of shape {tuple(bad[0].shape)}")
     more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
     return f"the gradient of {first}{more} is not finite"
 
 
-def _names_of(models: Iterable[torch.nn.Module]) -> dict[int, str]:
-    """The names of the parameters of `models`, by the `id` of each."""
-    named = [pair for model in models for pair in model.named_parameters()]
-    # Reversed, so that a tied weight keeps the first of its names.
-    return {id(parameter): name for name, parameter in reversed(named)}
-
-
 def _with_bad_gradients(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The members of `params` whose gradient is not finite."""
-    given = [(p, p.grad) for p in params if p.grad is not None]
-    return [p for p, g in given if bool(compat.any_not_finite([g]))]
+    pairs = [(p, p.grad) for p in params if p.grad is not None]
+    return [p for p, g in pairs if bool(compat.any_not_finite([g]))]
 
 
 def _remedy(scaling: ModelScaling, remedy: Remedy, why: str) -> None:
@@ -235,17 +242,6 @@ def _say_standstill(scaling: ModelScaling, why: str) -> None:
         times,
         why,
         moves,
-    )
-
-
-def _floor_error(scaling: ModelScaling, why: str) -> LossScaleError:
-    return LossScaleError(
-        f"{scaling.label}: gradients overflow even at the lowest loss scale, "
-        f"{scaling.loss_scale.scale:g}, so lowering it cannot help. {why}. Nothing was "
-        "written. Look for NaN or infinities in the data, the loss and the forward "
-        "(autoamp.find_overflow(model, *inputs) does); keep that op in fp32 with "
-        f"{scaling.advice('deny', ['OP'])}, or its module with "
-        f"{scaling.advice('keep', ['PATH'])}; or train in bf16"
     )
 
 

@@ -55,15 +55,15 @@ class Location:
 
 def readers(node: fx.Node) -> list[fx.Node]:
     """The ops of the model that read `node`, through casts and uses of casts."""
-    found: list[fx.Node] = []
+    nodes: list[fx.Node] = []
     for user in node.users:
         if user.target in TOGETHER:
-            found += [op for part in parts_for(user, node) for op in readers(part)]
+            nodes += [op for part in parts_for(user, node) for op in readers(part)]
         elif is_inserted(user):
-            found += readers(user)
+            nodes += readers(user)
         elif user.op != "output":
-            found.append(user)
-    return found
+            nodes.append(user)
+    return nodes
 
 
 def location_of(node: fx.Node, here: str = "") -> Location:
@@ -139,7 +139,11 @@ class Step:
 
     def __post_init__(self) -> None:
         """Looks for an infinity that the model itself writes."""
-        self.literal = self.node is not None and _writes_infinity(self.node)
+        node = self.node
+        written = [] if node is None else pytree.tree_leaves((node.args, node.kwargs))
+        self.literal = any(
+            isinstance(v, float) and not math.isfinite(v) for v in written
+        )
 
     @property
     def largest(self) -> float:
@@ -209,8 +213,8 @@ class Trail:
 
     def maker(self, value: Any) -> Step | None:
         """The step that made the tensor object `value`, if one of this trail did."""
-        found = self._made_by.get(value) if isinstance(value, torch.Tensor) else None
-        return found if isinstance(found, Step) else None
+        step = self._made_by.get(value) if isinstance(value, torch.Tensor) else None
+        return step if isinstance(step, Step) else None
 
     def renew(self, value: Any, step: Step | None) -> None:
         """Makes `step` the step that made `value`, which was written to or cut out."""
@@ -233,7 +237,10 @@ class Trail:
             node = pending.pop()
             # An op may be several autograd nodes (`linear`: a product and a
             # transposition).  Those between it and the steps before it are its own.
-            if node is None or node in self._claimed or _fills_a_leaf(node):
+            if node is None or node in self._claimed:
+                continue
+            # A node that adds to `.grad` is of no step: it lives as long as its leaf.
+            if "AccumulateGrad" in node.name():
                 continue
             self._claimed.add(node)
             compat.hook_after_node(node, functools.partial(self._flowed, step))
@@ -272,12 +279,12 @@ def floats_in(value: Any) -> list[torch.Tensor]:
 
 def largest_in(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """The largest magnitude in `values`, 0-dim fp64; NaN if any value holds a NaN."""
-    found = [_largest(value) for value in values]
-    if not found:
+    sizes = [_largest(value) for value in values]
+    if not sizes:
         return torch.zeros((), dtype=torch.float64, device="cpu")
-    if len(found) == 1:
-        return found[0]
-    return torch.stack([each.to(found[0].device) for each in found]).amax()
+    if len(sizes) == 1:
+        return sizes[0]
+    return torch.stack([each.to(sizes[0].device) for each in sizes]).amax()
 
 
 @torch.no_grad()
@@ -293,13 +300,3 @@ def _largest(value: torch.Tensor) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device="cpu")
     # `amax` hands a NaN on, which `max` of Python would lose.
     return value.detach().abs().amax().double()
-
-
-def _writes_infinity(node: fx.Node) -> bool:
-    written = pytree.tree_leaves((node.args, node.kwargs))
-    return any(isinstance(v, float) and not math.isfinite(v) for v in written)
-
-
-def _fills_a_leaf(node: Any) -> bool:
-    """Whether an autograd node adds to `.grad`: it lives as long as its leaf."""
-    return "AccumulateGrad" in node.name()
