@@ -15,12 +15,9 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoamp_said import say
-
-if TYPE_CHECKING:
-    from autoamp_cold import ColdLine
 
 VARIABLE = "AUTOAMP_ENABLE"
 ON, OFF = ("1", "true", "on"), ("0", "false", "off")
@@ -106,7 +103,8 @@ def _arm() -> None:
     # torch's.  They never pass on to the functions installed by then, which may be
     # somebody's patches that call them.
     beneath: list[Any] = []
-    at_first_call = _asks_for_a_look()
+    # The package must look at some values before a module is hot.
+    at_first_call = any(v not in _NEED_NO_LOOK.get(k, ()) for k, v in _given().items())
 
     def first_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
@@ -133,8 +131,12 @@ def _arm() -> None:
                 steps.put_back()
                 stand_ins = (first_call, call), (first_compile, compile_)
                 try:
-                    *found, steps.on = _started(cold, *stand_ins, hook=steps.hook)
-                    beneath[:] = found
+                    from autoamp.auto.switch import enable_from_environment
+
+                    *installed, steps.on = enable_from_environment(
+                        *stand_ins, cold=cold, hook=steps.hook
+                    )
+                    beneath[:] = installed
                 except Exception as error:  # noqa: BLE001 (the script runs on in fp32)
                     _warn(f"{type(error).__name__}: {error}")
                     put_back()
@@ -230,25 +232,10 @@ class _Steps:
         return True
 
 
-def _asks_for_a_look() -> bool:
-    """Whether a variable has a value that the package must look at first."""
-    return any(v not in _NEED_NO_LOOK.get(name, ()) for name, v in _given().items())
-
-
 def _given() -> dict[str, str]:
     """The variables with our prefix that have a value, each with the value."""
-    given = {name: value.strip().lower() for name, value in os.environ.items()}
-    return {n: v for n, v in given.items() if v and f"{n}_".startswith("AUTOAMP_")}
-
-
-def _started(cold: ColdLine, *stand_ins: Any, hook: Any) -> Any:
-    """Starts the automatic mode.
-
-    It gives its `nn.Module.__call__`, its `torch.compile`, and what `hook` is to call.
-    """
-    from autoamp.auto.switch import enable_from_environment
-
-    return enable_from_environment(*stand_ins, cold=cold, hook=hook)
+    variables = {name: value.strip().lower() for name, value in os.environ.items()}
+    return {n: v for n, v in variables.items() if v and f"{n}_".startswith("AUTOAMP_")}
 
 
 def _warn(problem: str) -> None:

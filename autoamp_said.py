@@ -67,11 +67,11 @@ class Lines(logging.Logger):
 
 def logger_of(name: str) -> logging.Logger:
     """Python's logger of that name, as one of `Lines`."""
-    found = logging.getLogger(name)
-    kind = type(found)  # the script may have set a class of its own
+    logger = logging.getLogger(name)
+    kind = type(logger)  # the script may have set a class of its own
     if not issubclass(kind, Lines):
-        found.__class__ = type(kind.__name__, (Lines, kind), {})
-    return found
+        logger.__class__ = type(kind.__name__, (Lines, kind), {})
+    return logger
 
 
 def to_stderr(text: str) -> None:
@@ -109,7 +109,9 @@ def is_left_out(level: int) -> bool:
     rank = own_rank()
     if rank is not None:
         return rank > 0
-    return any(number > 1 for number in _numbers())
+    # The number of this process among its parent's, after the parent's own numbers.
+    numbers = getattr(multiprocessing.current_process(), "_identity", ())
+    return any(number > 1 for number in numbers)
 
 
 def was_said(text: str) -> bool:
@@ -120,15 +122,9 @@ def was_said(text: str) -> bool:
     config = getattr(multiprocessing.current_process(), "_config", None)
     if not isinstance(config, dict):
         return False
-    said = config.get(_SAID, frozenset())
-    config[_SAID] = said | {(os.getpid(), text)}
-    return any(by != os.getpid() and each == text for by, each in said)
-
-
-def _numbers() -> tuple[int, ...]:
-    """The number of this process among its parent's, after the parent's own numbers."""
-    found = getattr(multiprocessing.current_process(), "_identity", ())
-    return tuple(found)
+    lines = config.get(_SAID, frozenset())
+    config[_SAID] = lines | {(os.getpid(), text)}
+    return any(by != os.getpid() and each == text for by, each in lines)
 
 
 def own_rank() -> int | None:

@@ -91,20 +91,14 @@ def read(environ: Mapping[str, str]) -> Settings:
     if hot.lower() not in (*_ON, *_OFF):
         problems[HOT] = f"give one of {', '.join((*_ON, *_OFF))}"
     if problems:
-        raise OptionError(_all_told(problems, given, remarks(environ)))
+        no_effect = remarks(environ)
+        room = _TOLD // (len(problems) + len(no_effect))
+        unusable = [
+            _told(name, given[name], why, room) for name, why in problems.items()
+        ]
+        sentences = [*unusable, *(printable_line(each, room) for each in no_effect)]
+        raise OptionError("; ".join(sentences))
     return Settings(options, path, hot.lower() in _ON)
-
-
-def _all_told(problems: _Given, given: _Given, others: list[str]) -> str:
-    """One line about all variables that cannot be used.
-
-    Args:
-        problems: each such variable, and why it cannot be used.
-        others: the sentences of `remarks`.
-    """
-    room = _TOLD // (len(problems) + len(others))
-    told = [_told(name, given[name], why, room) for name, why in problems.items()]
-    return "; ".join([*told, *(printable_line(each, room) for each in others)])
 
 
 def _told(name: str, value: str, problem: str, room: int = _TOLD) -> str:

@@ -188,7 +188,13 @@ class AutomaticMode:
 
     def _reference(self, module: nn.Module) -> weakref.ref[nn.Module]:
         key = id(module)
-        return weakref.ref(module, lambda ref: self._forget(key, ref))
+
+        def forget(ref: weakref.ref[nn.Module]) -> None:
+            known = self._known.get(key)
+            if known is not None and known.module is ref:
+                del self._known[key]
+
+        return weakref.ref(module, forget)
 
     def _decide(self, module: nn.Module) -> _Known | None:
         """Decides on a module; None if it is too early to decide."""
@@ -254,11 +260,6 @@ class AutomaticMode:
         state = conversion_of(target)
         engine = state.engine if state is not None else None
         return target if engine is not None and engine in self._engines else None
-
-    def _forget(self, key: int, ref: weakref.ref[nn.Module]) -> None:
-        known = self._known.get(key)
-        if known is not None and known.module is ref:
-            del self._known[key]
 
     def _leave(self, module: nn.Module, engine: str) -> None:
         """Leaves a module to another library's engine, with all modules inside it.

@@ -47,7 +47,10 @@ class Recorder:
     def write(self, engine: Engine) -> None:
         """Writes new graphs, and the report again; never raises."""
         if os.getpid() != self._pid:  # a forked process has folders of its own
-            self._begin_anew()
+            self._pid = os.getpid()
+            self._lock = threading.RLock()  # another thread may have held the old one
+            self._folders.clear()
+            self._written.clear()
         if engine.record not in self._folders:
             # The record keeps no model alive; this call keeps the record until then.
             last = weakref.finalize(engine, self._write_freed, engine.record)
@@ -82,9 +85,9 @@ class Recorder:
             write_whole(folder / f"graph-{number}-before.py", _named(before))
             write_whole(folder / f"graph-{number}-after.py", _named(after))
             self._written[record] = number + 1
-        made = report_of(record)
-        write_whole(folder / "report.json", made.to_json())
-        write_whole(folder / "report.txt", f"{made}\n\n{made.full()}\n")
+        report = report_of(record)
+        write_whole(folder / "report.json", report.to_json())
+        write_whole(folder / "report.txt", f"{report}\n\n{report.full()}\n")
 
     def finish(self) -> None:
         """Writes the reports for the last time, now and not at exit."""
@@ -97,12 +100,6 @@ class Recorder:
         for record in list(self._folders):
             self._write_safely(record)
         self._folders.clear()
-
-    def _begin_anew(self) -> None:
-        self._pid = os.getpid()
-        self._lock = threading.RLock()  # another thread may have held the old one
-        self._folders.clear()
-        self._written.clear()
 
     def _folder(self, record: Record) -> Path:
         if record not in self._folders:

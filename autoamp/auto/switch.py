@@ -175,11 +175,11 @@ def compiling(original: Callable[..., Any]) -> Callable[..., Any]:
         **others: Any,
     ) -> Any:
         asked = {"backend": backend, "mode": mode, "options": options}
-        given: dict[str, Any] = {k: v for k, v in asked.items() if v is not None}
-        given |= {"dynamic": dynamic, **others}
+        keywords: dict[str, Any] = {k: v for k, v in asked.items() if v is not None}
+        keywords |= {"dynamic": dynamic, **others}
         if model is None:
-            return lambda function: compile(function, **given)
-        plain, automatic = original(model, **given), _mode
+            return lambda function: compile(function, **keywords)
+        plain, automatic = original(model, **keywords), _mode
         if automatic is None or not _is_plain(model, backend):
             return plain
         inner = compat.resolved_backend(backend, mode, options, dynamic)
