@@ -360,3 +360,29 @@ def test_gradients_of_uses_are_summed_in_fp32(
     assert torch.equal(weight.grad, torch.full((3, 2), 1000.0))
     assert torch.equal(weight, torch.ones(3, 2))
     assert weight.dtype == torch.float32
+
+
+def test_in_a_cuda_graph_weights_beside_shards_keep_their_own_layouts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sharded, whole = (torch.randn(4, 3, 2, 2) for _ in range(2))
+
+    class OneShard:
+        """Parameters of FSDP, of which `sharded` is one that FSDP has gathered."""
+
+        def of(self, weight: Tensor) -> Any:
+            return self if weight is sharded else None
+
+        def copy(self, weight: Tensor, low: torch.dtype, layout: Any) -> Tensor:
+            return weight.to(low, memory_format=layout)
+
+    monkeypatch.setattr(copies, "SHARDED", OneShard())
+    # As while a CUDA graph is captured, on a stream of its own.
+    monkeypatch.setattr(copies, "_aside", lambda devices: True)
+    monkeypatch.setattr(copies, "_capturing", lambda: True)
+    layouts = torch.preserve_format, torch.channels_last
+    lows = copies.WeightCopies(torch.bfloat16, layouts=layouts).fresh([sharded, whole])
+    assert torch.equal(lows[0], sharded.bfloat16())
+    assert torch.equal(lows[1], whole.bfloat16())
+    assert lows[0].is_contiguous()
+    assert lows[1].is_contiguous(memory_format=torch.channels_last)
