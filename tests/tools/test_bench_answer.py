@@ -44,7 +44,9 @@ def test_noise_is_no_gain_where_nothing_runs_low(
 
 
 @pytest.mark.usefixtures("bf16_units")
-def test_already_half() -> None:
+def test_already_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A busy machine may measure a gain where there is none.
+    monkeypatch.setattr("autoamp.tools.bench.surely_less", lambda *_: False)
     model, x = nn.Linear(64, 64).bfloat16(), torch.randn(8, 64).bfloat16()
     found = autoamp.bench(model, x, **QUICK)
     says(found.answer.sentence, "weights are bf16 already")
