@@ -305,7 +305,8 @@ class Entry:
         engine.record.calls += 1
         local, modes = engine.local, compat.Modes()
         runs, rewritten, local.error = local.runs, local.rewritten, None
-        result, is_full, had = None, False, len(engine.record.graphs)
+        result, had = None, len(engine.record.graphs)
+        past_limit: Aside | None = None
         outer = THREAD.engine, THREAD.as_written, local.regions
         THREAD.engine, THREAD.as_written = engine, False
         local.regions = compat.autocast_nesting()
@@ -313,8 +314,8 @@ class Entry:
             result = program(model, *args, **kwargs)
         except compat.NoMoreGraphsError as full:
             # One line is said of such calls, whatever else differs between them.
-            is_full = True
-            self._past_limit = self._past_limit or Aside(str(full), some=True)
+            past_limit = self._past_limit or Aside(str(full), some=True)
+            self._past_limit = past_limit
         except Exception as caught:
             # Code that raises while Dynamo runs it may leave grad mode, autocast or
             # Dynamo's own callback as they were inside.
@@ -337,12 +338,11 @@ class Entry:
             raise
         finally:
             THREAD.engine, THREAD.as_written, local.regions = outer
-        if is_full and self._past_limit is not None:
+        if past_limit is not None:
             engine.record.calls -= 1  # `_stand_aside` counts the call
             engine.record.forget(had, local.runs - runs)
             self._bound(model)
-            aside = self._aside or self._past_limit
-            return self._stand_aside(model, args, kwargs, aside)
+            return self._stand_aside(model, args, kwargs, self._aside or past_limit)
         if engine.record.unfinished:
             engine.record.keep_run()
         self._count(model, local.runs - runs, local.rewritten - rewritten)
@@ -407,9 +407,7 @@ class Entry:
     ) -> Aside | None:
         """Why a call of `model` stands aside from graphs; None if it is captured."""
         aside = self._aside
-        if aside is not None and not (
-            aside.while_hooked and not compat.has_hooks(model)
-        ):
+        if aside is not None and (not aside.while_hooked or compat.has_hooks(model)):
             return aside
         if not self._failed_on:
             return None
