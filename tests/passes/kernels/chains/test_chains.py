@@ -21,6 +21,7 @@ from tests.metrics import relative_error
 from tests.passes.kernels.door import KERNELS, chains_in, recognised
 from tests.says import says
 from tests.small_models import Of
+from tests.spelled.backwards import BACKWARDS, custom
 from tests.spelled.chains import (
     BY_KERNEL,
     NEAR,
@@ -223,41 +224,18 @@ def test_what_the_user_spoke_of_does_not_vanish_in_a_kernel(options: Any) -> Non
     assert kernels(converted(Between(gelu_new), X, **options)) == []
 
 
-class MemorySavingSwish(torch.autograd.Function):
-    """As written in EfficientNets: the input alone is kept."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * torch.sigmoid(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        sigmoid = torch.sigmoid(x)
-        return grad * (sigmoid * (1 + x * (1 - sigmoid)))
-
-
-class SwishPassedThrough(MemorySavingSwish):
-    """The same forward with the gradient of another function."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return grad * torch.sigmoid(x)
-
-
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by Dynamo
 @pytest.mark.parametrize(
-    ("function", "expected"),
-    [(MemorySavingSwish, ["silu", "silu"]), (SwishPassedThrough, [])],
+    ("backward", "expected"),
+    [("right", ["silu", "silu"]), ("of the sigmoid", [])],
 )
 def test_a_custom_function_is_a_kernel_if_its_backward_is(
-    function: type[torch.autograd.Function], expected: list[str]
+    backward: str, expected: list[str]
 ) -> None:
     """Also where it reads the kernel that another became."""
+    swish = custom(BACKWARDS[backward])
     model = Of(
-        lambda m, x: m.b(function.apply(function.apply(m.a(x)))),
+        lambda m, x: m.b(swish(m, swish(m, m.a(x)))),
         a=nn.Linear(WIDTH, WIDTH),
         b=nn.Linear(WIDTH, 8),
     )
