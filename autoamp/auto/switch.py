@@ -99,8 +99,9 @@ Norm = Callable[..., Any]
 def tolerating(original: Norm) -> Norm:
     """`torch.nn.utils.get_total_norm`, without its error for a step that is skipped.
 
-    No error is raised if a backward since the last step has overflowed under its loss
-    scale.  A loss that is not finite in itself is an error, as in fp32.
+    No error is raised if a backward behind the gradients has overflowed under its loss
+    scale since the last step.  A loss that is not finite in itself is an error, as in
+    fp32.
     """
 
     def total_norm(
@@ -109,12 +110,12 @@ def tolerating(original: Norm) -> Norm:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Any:
-        if not isinstance(tensors, torch.Tensor):
-            tensors = list(tensors)  # iterated over twice
+        single = isinstance(tensors, torch.Tensor)
+        tensors = [tensors] if single else list(tensors)  # iterated over twice
         try:
             return original(tensors, norm_type, error_if_nonfinite, foreach)
         except RuntimeError:
-            if not error_if_nonfinite or not BACKWARDS.any_overflowed():
+            if not error_if_nonfinite or not BACKWARDS.any_overflowed(tensors):
                 raise
         return original(tensors, norm_type, False, foreach)
 

@@ -296,12 +296,20 @@ class Backwards:
         last = self.runs[-1].backward_id
         return [r for r in self.runs if r.number > read or r.backward_id == last]
 
-    def any_overflowed(self) -> bool:
-        """Whether the last backwards overflowed by their loss scales; waits.
+    def any_overflowed(self, grads: Iterable[torch.Tensor]) -> bool:
+        """Whether the backwards behind `grads` overflowed by their loss scales; waits.
 
-        A gradient that was not finite as it entered is the script's own.
+        A gradient that was not finite as it entered is the script's own.  Where an
+        optimizer is known to hold one of `grads`, a backward counts if it went through
+        weights of that optimizer; else each of the last backwards counts.
         """
-        overflowed = [run for run in self.unread() if run.overflowed]
+        ids = set(map(id, grads))
+        optimized = [b.params for b in boundaries()]
+        owned = [ps for ps in optimized if any(id(p.grad) in ids for p in ps)]
+        held = {id(p): p for params in owned for p in params}
+        runs = self.unread()
+        behind = {r.backward_id for r in runs if not held or r.leaves.are_among(held)}
+        overflowed = [r for r in runs if r.backward_id in behind and r.overflowed]
         return any(r.entered is None or bool(r.entered.isfinite()) for r in overflowed)
 
 

@@ -277,8 +277,20 @@ def test_clipping_still_refuses_what_is_infinite_by_itself(precision: str) -> No
         clip_grad_norm_([weight], 1.0, error_if_nonfinite=True)
 
 
-def test_clipping_still_refuses_a_loss_that_is_nan(precision: str) -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_clipping_still_refuses_a_loss_that_is_nan(
+    precision: str, beside: bool
+) -> None:
+    """Also while the last scaled backward is that of another model, and overflowed."""
     model, x = mlp(), x_of()
+    if beside:
+        autoamp.disable()
+        autoamp.enable(precision="fp16", do_no_harm=False)
+        other = Judged()
+        other(1e3 * x).backward()
+        assert BACKWARDS.runs[-1].overflowed
+        autoamp.disable()
+        autoamp.enable(precision=precision, do_no_harm=False)
     optimizer = torch.optim.SGD(model.parameters(), 1e-6)
     for factor in (1.0, torch.nan):
         optimizer.zero_grad()
