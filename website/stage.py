@@ -1,6 +1,7 @@
 """From the repository to the folder of Markdown files that the site is built of.
 
-`docs/` is copied as it is, and the README is the first page.  What the pages link to
+`docs/` is copied as it is, and the README is the first page.  The index of errors and
+the reference of commands are generated.  What the pages link to
 outside of `docs/` is copied too, and the links follow.
 """
 
@@ -13,6 +14,7 @@ from pathlib import Path
 import click
 
 from website.commands import reference
+from website.errors import index
 
 REPO = Path(__file__).resolve().parent.parent
 MOVED = {
@@ -30,6 +32,8 @@ MOVED = {
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text("utf-8"))["project"]
 COMMANDS = "command-line.md"
 """The page at whose end the generated reference stands."""
+ERRORS = "errors.md"
+"""The generated index of errors."""
 
 
 def stage(folder: Path, commands: click.Group) -> None:
@@ -46,6 +50,8 @@ def stage(folder: Path, commands: click.Group) -> None:
     }
     for target, source in sources.items():
         shutil.copy(REPO / source, folder / target)
+    (folder / ERRORS).write_text(index(REPO) + "\n", "utf-8")
+    sources[ERRORS] = "autoamp/errors.py"
     with (folder / COMMANDS).open("a", encoding="utf-8") as end:
         end.write(f"\n## Every command and option\n\n{reference(commands)}\n")
     for page in folder.glob("*.md"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import autoamp_cli
 from tests.repository.pages import PAGES, REPO, anchors, links, name_of
 from website.built import faults
 from website.commands import commands_of, reference
+from website.errors import TO_DO, index, messages
 from website.stage import moved_links, stage
 
 DOCS = REPO / "docs"
@@ -39,7 +41,7 @@ def dead(page: Path) -> list[str]:
 
 def test_the_navigation_has_every_page_once() -> None:
     assert len(in_navigation()) == len(set(in_navigation()))
-    staged = {"index.md", "rules.md", "changelog.md", "contributing.md"}
+    staged = {"index.md", "rules.md", "changelog.md", "contributing.md", "errors.md"}
     assert set(in_navigation()) - staged == {path.name for path in DOCS.glob("*.md")}
 
 
@@ -73,6 +75,63 @@ def test_the_reference_has_every_command_and_option() -> None:
         for each in command.params:
             if isinstance(each, click.Option) and not each.hidden:
                 assert each.opts[0] in section, f"{words} {each.opts[0]}"
+
+
+@functools.cache
+def errors() -> str:
+    return index(REPO) + "\n\n## "
+
+
+def section(error: str) -> str:
+    """The part of the index of errors about a class."""
+    return errors().partition(f"\n## {error}\n")[2].partition("\n\n## ")[0]
+
+
+def test_the_index_has_every_public_error_with_what_to_do() -> None:
+    public = {name for name in autoamp.__all__ if name.endswith("Error")}
+    assert public <= set(TO_DO)
+    for name in TO_DO:
+        assert TO_DO[name] in section(name), name
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        ("OptionError", "<name>=<value> is not True or False"),
+        ("UnsupportedModelError", "convert the model it was made from"),  # in a helper
+        ("ExportError", "<where>: the plan in it cannot be read: <problem>"),
+        ("RulesError", "give the path of a TOML file of op rules"),  # a constant's text
+        ("RankError", "start all ranks again"),
+    ],
+)
+def test_the_index_has_the_messages_of_an_error(error: str, message: str) -> None:
+    assert message in section(error)
+
+
+def test_messages_are_read_where_they_are_made(tmp_path: Path) -> None:
+    (tmp_path / "autoamp").mkdir()
+    (tmp_path / "autoamp" / "a.py").write_text(
+        """
+HELP = "see the manual"
+def told(x):
+    return "a" if x else f"b: {HELP}"
+def f(x):
+    why = f"{x} is  {len(x)} long"
+    if x:
+        raise OwnError(why)
+    if x is None:
+        raise OwnError(told(x))
+    raise OwnError(f"{x.name}: " + HELP) from OtherError("c")
+"""
+    )
+    found = messages(tmp_path, {"OwnError"})["OwnError"]
+    assert list(found) == [
+        "<x> is \u2026 long",
+        "a",
+        "b: see the manual",
+        "<name>: see the manual",
+    ]
+    assert set(found.values()) == {"autoamp/a.py"}
 
 
 # -- staged and built ------------------------------------------------------------------
