@@ -137,23 +137,19 @@ _RULE = ";border-bottom:1px solid rgba(128,128,128,0.6);font-weight:600"
 
 
 def _html(part: Line | Table) -> str:
-    if isinstance(part, Table):
-        return _html_table(part)
-    if not part.text.strip():
-        return ""
-    style = f' style="{_LINES[part.kind]}"' if part.kind in _LINES else ""
-    return f"<div{style}>{escape(part.text.strip())}</div>"
-
-
-def _html_table(table: Table) -> str:
-    rows = "".join(_html_row("td", row, table.numbers) for row in table.rows)
-    head = _html_row("th", table.header, table.numbers) if any(table.header) else ""
+    if isinstance(part, Line):
+        if not part.text.strip():
+            return ""
+        style = f' style="{_LINES[part.kind]}"' if part.kind in _LINES else ""
+        return f"<div{style}>{escape(part.text.strip())}</div>"
+    rows = "".join(_html_row("td", row, part.numbers) for row in part.rows)
+    head = _html_row("th", part.header, part.numbers) if any(part.header) else ""
     thead = f"<thead>{head}</thead>" if head else ""
     found = f"<table{_TABLE}>{thead}<tbody>{rows}</tbody></table>"
     found = f"<div{_WIDE}>{found}</div>"
-    if not table.title:
+    if not part.title:
         return found
-    title = f'<summary style="cursor:pointer">{escape(table.title)}</summary>'
+    title = f'<summary style="cursor:pointer">{escape(part.title)}</summary>'
     return f"<details>{title}{found}</details>"
 
 

@@ -146,22 +146,14 @@ def numbers_of(grad: torch.Tensor) -> torch.Tensor:
     return grad.values()
 
 
+@torch.no_grad()
 def any_not_finite(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """One fp32 element, 1 where any of `grads`, all on one device, is not finite.
 
     The gradients may have any dtype and any layout, and nothing is written to them.
     Nothing waits for a device.
     """
-    with torch.no_grad():
-        return _looked_at(grads, grads[0].device)
-
-
-def _is_plain(grad: torch.Tensor) -> bool:
-    return type(grad) is torch.Tensor and grad.layout is torch.strided
-
-
-def _looked_at(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """As `any_not_finite`."""
+    device = grads[0].device
     plain = all(map(_is_plain, grads))
     parts = [
         part for part in (grads if plain else map(numbers_of, grads)) if part.numel()
@@ -182,6 +174,10 @@ def _looked_at(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
             if found.item():
                 return found
     return clear_flag(device)
+
+
+def _is_plain(grad: torch.Tensor) -> bool:
+    return type(grad) is torch.Tensor and grad.layout is torch.strided
 
 
 def _summed_at_once(parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

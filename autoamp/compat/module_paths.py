@@ -362,8 +362,13 @@ def _is_within(paths: Paths, key: Any, value: Any) -> bool:
 
 
 def _is_around(paths: Paths, key: Hashable, _: Any) -> bool:
-    module = _nearest()
-    return paths.key(None if module is None else paths.of(module)) == key
+    # The innermost module whose call Python's stack shows, below the root's.
+    frame: Any = sys._getframe(1)
+    while frame is not None and id(frame.f_code) not in _ROOTS:
+        if frame.f_code is _CALL:
+            return paths.key(paths.of(frame.f_locals["self"])) == key
+        frame = frame.f_back
+    return paths.key(None) == key
 
 
 def _guard(manager: Any, check: Callable[[Any], bool]) -> None:
@@ -383,17 +388,6 @@ def root_frame(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _ROOTS: dict[int, types.CodeType] = {}  # code that Dynamo makes may have no hash
-
-
-def _nearest() -> nn.Module | None:
-    """The innermost module whose call Python's stack shows, below the root's."""
-    frame: Any = sys._getframe(2)
-    while frame is not None and id(frame.f_code) not in _ROOTS:
-        if frame.f_code is _CALL:
-            module: nn.Module = frame.f_locals["self"]
-            return module
-        frame = frame.f_back
-    return None
 
 
 def _around() -> tuple[nn.Module | None, list[nn.Module]]:

@@ -36,8 +36,18 @@ def hear_traced(told: Callable[[nn.Module], None]) -> None:
     """
     if not _LISTENER:
         kind: Any = UnspecializedNNModuleVariable
-        called = _called(kind.call_function)
-        _PATCHES.enter_context(mock.patch.object(kind, "call_function", called))
+        base = kind.call_function
+
+        def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            for hears in _LISTENER:
+                outer, _THREAD.translator = _THREAD.translator, tx
+                try:
+                    hears(self.value)
+                finally:
+                    _THREAD.translator = outer
+            return base(self, tx, args, kwargs)
+
+        _PATCHES.enter_context(mock.patch.object(kind, "call_function", call_function))
     _LISTENER[:] = [told]
 
 
@@ -45,21 +55,6 @@ def end_traced() -> None:
     """Leaves Dynamo's class as it was."""
     _LISTENER.clear()
     _PATCHES.close()
-
-
-def _called(base: Any) -> Callable[..., Any]:
-    """Dynamo's trace of a call of a module, of which the listener hears before."""
-
-    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        for told in _LISTENER:
-            outer, _THREAD.translator = _THREAD.translator, tx
-            try:
-                told(self.value)
-            finally:
-                _THREAD.translator = outer
-        return base(self, tx, args, kwargs)
-
-    return call_function
 
 
 def is_traced() -> bool:

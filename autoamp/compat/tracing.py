@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -239,6 +240,22 @@ with_parameters = torch.nn.utils.stateless._reparametrize_module
 def schema(op: torch._ops.OpOverload) -> torch.FunctionSchema:
     """The schema of a torch op: its arguments and results, with their aliases."""
     return op._schema
+
+
+@functools.cache  # torch makes a schema's arguments anew each time it is asked
+def argument_names(op: torch._ops.OpOverload) -> tuple[str, ...]:
+    """The names of an op's arguments, in the order of its schema."""
+    return tuple(argument.name for argument in schema(op).arguments)
+
+
+@functools.cache
+def written_arguments(op: torch._ops.OpOverload) -> tuple[str, ...]:
+    """The names of the arguments that an op writes to, as its schema declares."""
+    return tuple(
+        argument.name
+        for argument in schema(op).arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 def free_name(graph: fx.Graph, wanted: str) -> str:

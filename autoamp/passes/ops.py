@@ -6,7 +6,6 @@ import difflib
 import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import fx
@@ -192,12 +191,8 @@ MAYBE_ALIAS: dict[str, tuple[str, ...]] = {
 @functools.lru_cache(maxsize=4096)
 def mutated_arguments(target: OpOverload) -> tuple[str, ...]:
     """The names of the arguments that `target` writes, declared or hidden."""
-    declared = tuple(
-        argument.name
-        for argument in compat.schema(target).arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-    return declared + HIDDEN_WRITES.get(base_name(target), ())
+    hidden = HIDDEN_WRITES.get(base_name(target), ())
+    return compat.written_arguments(target) + hidden
 
 
 _OVERWRITES = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
@@ -254,20 +249,18 @@ def aliasing_arguments(target: OpOverload) -> tuple[str, ...]:
     for result in compat.schema(target).returns:
         if result.alias_info is not None:
             shared |= result.alias_info.before_set | result.alias_info.after_set
+    # `Tensor(a -> *)` says that an element of a list of results may be the operand.
+    shared.add("*")
     undeclared = MAYBE_ALIAS.get(base_name(target), ())
     return tuple(
-        argument.name
-        for argument in compat.schema(target).arguments
-        if argument.name in undeclared or _joins(argument.alias_info, shared)
+        a.name
+        for a in compat.schema(target).arguments
+        if a.name in undeclared
+        or (
+            a.alias_info is not None
+            and not shared.isdisjoint(a.alias_info.before_set | a.alias_info.after_set)
+        )
     )
-
-
-def _joins(alias: Any, shared: set[str]) -> bool:
-    """Whether an argument shares its alias set with an output or a list of outputs."""
-    if alias is None:
-        return False
-    # `Tensor(a -> *)` says that an element of a list of results may be the operand.
-    return "*" in alias.after_set or bool((alias.before_set | alias.after_set) & shared)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -240,11 +240,30 @@ def _first_record(
     seconds: dict[str, float],
 ) -> Rewritten:
     """The first record of a graph, made after its sub-graphs have been rewritten."""
-
-    def inner(body: Normalised) -> Rewritten:
-        return rewrite_normalised(body, options, low, setting, seconds={})
-
-    bodies, left = _rewrite_bodies(normalised, inner, strict=options.strict)
+    gm = normalised.gm
+    bodies: list[Rewritten] = []
+    left: dict[str, str] = {}
+    for name, body in list(gm.named_children()):
+        if not (isinstance(body, fx.GraphModule) and body.meta.get(LOWERED_BODY)):
+            continue
+        # Inputs and outputs of a sub-graph stay fp32.
+        inner = Normalised(body, (), normalised.fake_mode)
+        try:
+            # The facts are collected from the caller's grad mode on, and the body may
+            # be called under another one.
+            with torch.set_grad_enabled(body.meta[BODY_RECORDS]):
+                found = rewrite_normalised(inner, options, low, setting, seconds={})
+        except Exception as error:
+            if options.strict:
+                raise
+            # The sub-graph stays fp32 as a whole, and so do the calls that take it as
+            # an operand; the graph around it is still rewritten.
+            body.meta[BODY_LEFT] = f"{type(error).__name__}: {error}"
+            for operand in gm.graph.find_nodes(op="get_attr", target=name):
+                left |= {user.name: kept_for(error) for user in operand.users}
+            continue
+        setattr(gm, name, found.gm)
+        bodies.append(found)
     return Rewritten(
         options,
         low,
@@ -252,45 +271,10 @@ def _first_record(
         normalised.gm,
         normalised.fake_mode,
         normalised.inputs,
-        bodies,
+        tuple(bodies),
         left_as_they_are=left,
         seconds=seconds,
     )
-
-
-def _rewrite_bodies(
-    normalised: Normalised,
-    rewrite: Callable[[Normalised], Rewritten],
-    *,
-    strict: bool,
-) -> tuple[tuple[Rewritten, ...], dict[str, str]]:
-    """Rewrites sub-graphs in place: their records, and why calls of others stay fp32.
-
-    Inputs and outputs of a sub-graph stay fp32.  A sub-graph on which the passes fail
-    stays fp32 as a whole, and the graph around it is still rewritten.
-    """
-    found: list[Rewritten] = []
-    left: dict[str, str] = {}
-    for name, body in list(normalised.gm.named_children()):
-        if not (isinstance(body, fx.GraphModule) and body.meta.get(LOWERED_BODY)):
-            continue
-        inner = Normalised(body, (), normalised.fake_mode)
-        try:
-            # The facts are collected from the caller's grad mode on, and the body may
-            # be called under another one.
-            with torch.set_grad_enabled(body.meta[BODY_RECORDS]):
-                rewritten = rewrite(inner)
-        except Exception as error:
-            if strict:
-                raise
-            body.meta[BODY_LEFT] = f"{type(error).__name__}: {error}"
-            # The calls that take the body as an operand.
-            for operand in normalised.gm.graph.find_nodes(op="get_attr", target=name):
-                left |= {user.name: kept_for(error) for user in operand.users}
-            continue
-        setattr(normalised.gm, name, rewritten.gm)
-        found.append(rewritten)
-    return tuple(found), left
 
 
 # -- the retreat: which nodes a pass leaves alone after a failed check -----------------
@@ -307,8 +291,16 @@ def wider(error: Exception, graph: fx.Graph, known: Collection[str]) -> list[str
         Names of calls of `graph`, in graph order; empty if no region adds any.
     """
     named = error.nodes if isinstance(error, AutoampError) else ()
+    start = {n for n in graph.nodes if n.name in named}
+    calls = {n for n in start if n.op == "call_function"}
+    # Of an input, whose precision nothing decides, the readers are put back.
+    calls = calls or {m for n in start for m in n.users if m.op == "call_function"}
     for reach in REACHES:
-        fresh = [n for n in _region(named, graph, reach) if n not in known]
+        found = set(calls)
+        for _ in range(reach):
+            beside = {m for n in found for m in (*n.all_input_nodes, *n.users)}
+            found |= {n for n in beside if n.op == "call_function"}
+        fresh = [n.name for n in graph.nodes if n in found and n.name not in known]
         if fresh:
             return fresh
     return []
@@ -317,17 +309,6 @@ def wider(error: Exception, graph: fx.Graph, known: Collection[str]) -> list[str
 def kept_for(error: Exception) -> str:
     """The reason, for the report, why nodes stay fp32 after `error`."""
     return printable_line(f"{REPORT}: {error}")
-
-
-def _region(named: Collection[str], graph: fx.Graph, reach: int) -> list[str]:
-    """The calls within `reach` steps of the named nodes, in graph order."""
-    start = {n for n in graph.nodes if n.name in named}
-    found = {n for n in start if n.op == "call_function"}
-    found = found or {m for n in start for m in n.users if m.op == "call_function"}
-    for _ in range(reach):
-        beside = {m for n in found for m in (*n.all_input_nodes, *n.users)}
-        found |= {n for n in beside if n.op == "call_function"}
-    return [n.name for n in graph.nodes if n in found]
 
 
 @contextlib.contextmanager

@@ -56,26 +56,9 @@ def why_no_graph(program: Program | None, has_many: bool) -> str:
         program: the compiled `forward` during the call.
         has_many: whether Dynamo makes no more graphs of `forward`.
     """
-    return _in_the_callers_hands() or _left_by_dynamo(program, has_many)
-
-
-def _in_the_callers_hands() -> str:
-    if compat.transforms_active():
-        return "vmap, torch.func or forward-mode AD transforms the call"
-    if torch.compiler.is_exporting():
-        return (
-            "torch.export records the model's own code; autoamp.export(model, args) "
-            "exports what a converted model runs"
-        )
-    if compat.jit_tracing():
-        return "torch.jit.trace traces the call"
-    mode = compat.dispatch_mode()
-    if mode:
-        return f"it was called in the dispatch mode {mode}, where Dynamo steps aside"
-    return "a dispatch mode is active" if compat.hides_calls() else ""
-
-
-def _left_by_dynamo(program: Program | None, has_many: bool) -> str:
+    called_so = _in_the_callers_hands()
+    if called_so:
+        return called_so
     if compat.dynamo_disabled():
         return "Dynamo is switched off (TORCHDYNAMO_DISABLE, torch._dynamo.config)"
     if has_many:
@@ -98,6 +81,22 @@ def _left_by_dynamo(program: Program | None, has_many: bool) -> str:
     if any(each.is_empty for each in frames):
         return "Dynamo met no tensor op to capture"
     return "Dynamo captured nothing; TORCH_LOGS=graph_breaks,recompiles tells why"
+
+
+def _in_the_callers_hands() -> str:
+    if compat.transforms_active():
+        return "vmap, torch.func or forward-mode AD transforms the call"
+    if torch.compiler.is_exporting():
+        return (
+            "torch.export records the model's own code; autoamp.export(model, args) "
+            "exports what a converted model runs"
+        )
+    if compat.jit_tracing():
+        return "torch.jit.trace traces the call"
+    mode = compat.dispatch_mode()
+    if mode:
+        return f"it was called in the dispatch mode {mode}, where Dynamo steps aside"
+    return "a dispatch mode is active" if compat.hides_calls() else ""
 
 
 _MOST_OF_A_CLASS = 4

@@ -233,12 +233,6 @@ def updates_weights(gm: fx.GraphModule) -> bool:
     optimizer's step without gradients recorded.  (A closure that an optimizer calls
     records gradients: it computes a loss.)
     """
-    return _writes_to_weights(gm) or (
-        not torch.is_grad_enabled() and _in_a_step_of_an_optimizer()
-    )
-
-
-def _writes_to_weights(gm: fx.GraphModule) -> bool:
     weights = {
         compat.storage_id(value)
         for node in gm.graph.nodes
@@ -246,34 +240,31 @@ def _writes_to_weights(gm: fx.GraphModule) -> bool:
         and isinstance(value := _value(node), torch.Tensor)
         and (isinstance(value, nn.Parameter) or (value.is_leaf and value.requires_grad))
     }
-    return bool(weights) and any(
+    writes = bool(weights) and any(
         compat.storage_id(value) in weights
         for node in gm.graph.nodes
         for written in _written(node)
         if isinstance(value := _value(written), torch.Tensor)
     )
+    return writes or (not torch.is_grad_enabled() and _in_a_step_of_an_optimizer())
 
 
 def _written(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes whose values a call writes to."""
     targets: list[Any] = [node.kwargs.get("out")]
     if isinstance(node.target, torch._ops.OpOverload):
-        arguments = compat.schema(node.target).arguments
-        for position, argument in enumerate(arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
+        written = compat.written_arguments(node.target)
+        for position, name in enumerate(compat.argument_names(node.target)):
+            if name in written:
                 positional = node.args[position : position + 1]
-                targets.append(positional or node.kwargs.get(argument.name))
-    elif _writes_in_place(node):
-        targets.append(node.args[:1] or node.kwargs.get("self"))
+                targets.append(positional or node.kwargs.get(name))
+    else:
+        # `+=`, or a name such as `add_`; the target of a method is its name.
+        name = str(getattr(node.target, "__name__", node.target))
+        by_name = name.endswith("_") and not name.endswith("__")
+        if by_name or (node.op == "call_function" and node.target in _WRITES):
+            targets.append(node.args[:1] or node.kwargs.get("self"))
     return (each for each in pytree.tree_leaves(targets) if isinstance(each, fx.Node))
-
-
-def _writes_in_place(node: fx.Node) -> bool:
-    """Whether a call writes in place: `+=`, or a name that ends with `_` (`add_`)."""
-    if node.op == "call_function" and node.target in _WRITES:
-        return True
-    name = getattr(node.target, "__name__", node.target)  # of a method, the target
-    return isinstance(name, str) and name.endswith("_") and not name.endswith("__")
 
 
 def _value(node: fx.Node) -> Any:

@@ -341,7 +341,12 @@ def program_for(
     """
     if what is None:
         return Program(function, engine, hooked=hooked)
-    key = _with_options(what, engine)
+    record, options = engine.record, engine.options
+    if not isinstance(options.loss_scale, str):  # each model has its own scale
+        options = options.replace(loss_scale="auto")
+    rules = options.resolve_rules(record.low)  # `rules` may name a file
+    own = record.low, record.scaling.enabled, engine.runs_as_is
+    key = what, *own, rules, options
     with _LOCK:
         try:
             shared = _PROGRAMS.get(key)
@@ -355,13 +360,3 @@ def program_for(
         if shared is None or shared.captured_modes:
             _PROGRAMS[key] = mine
     return mine
-
-
-def _with_options(what: Hashable, engine: Engine) -> tuple[Any, ...]:
-    """`what` with all else that a graph depends on."""
-    options = engine.options
-    if not isinstance(options.loss_scale, str):  # each model has its own scale
-        options = options.replace(loss_scale="auto")
-    low, scales = engine.record.low, engine.record.scaling.enabled
-    rules = options.resolve_rules(low)  # `rules` may name a file
-    return what, low, scales, engine.runs_as_is, rules, options

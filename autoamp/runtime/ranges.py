@@ -40,7 +40,19 @@ def with_ranges(prepared: Prepared) -> _Run:
     if prepared.rewritten is None or not isinstance(code, fx.GraphModule):
         return prepared.run
     if code not in _named:
-        _named[code] = _copy_of(code, prepared.rewritten.casts)
+        named, _ = copied(code)
+        casts = prepared.rewritten.casts
+        by_name = {each.name: each for each in casts}
+        by_value = {each.value: each for each in casts if each.kind == "up"}
+        for node in named.graph.nodes:
+            cast = by_name.get(node.name)
+            # A cast at the edge, which is one with the loss scale.
+            if node.target is scaled_result:
+                cast = by_value.get(node.args[0].name)
+            if cast is not None and node.op == "call_function":
+                node.target = _in_range(node.target, cast)
+        compat.make_code(named)
+        _named[code] = named
     return _named[code].forward
 
 
@@ -51,20 +63,6 @@ def refreshed_in_range(fresh: _Fresh, low: torch.dtype) -> _Fresh:
         with record_function(f"autoamp: weight copies in {short_name(low)}"):
             return fresh(weights)
 
-    return named
-
-
-def _copy_of(code: fx.GraphModule, casts: Sequence[Cast]) -> fx.GraphModule:
-    named, _ = copied(code)
-    by_name = {each.name: each for each in casts}
-    by_value = {each.value: each for each in casts if each.kind == "up"}
-    for node in named.graph.nodes:
-        cast = by_name.get(node.name)
-        if node.target is scaled_result:  # a cast at the edge, one with the loss scale
-            cast = by_value.get(node.args[0].name)
-        if cast is not None and node.op == "call_function":
-            node.target = _in_range(node.target, cast)
-    compat.make_code(named)
     return named
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -188,8 +188,16 @@ class Bench(Printed):
         model = f"{self.label}, {self.work}, {self.precision}, on {self.device}"
         yield Line(f"autoamp bench: {model}")
         yield Line("")
-        if any(row.seconds is not None for row in self.rows):
-            yield _table(self.rows)
+        ran = [row for row in self.rows if row.seconds is not None]
+        if ran:
+            columns = {
+                name: [cell(row) for row in ran] for name, cell in _COLUMNS.items()
+            }
+            # Without the columns that are empty in every row.
+            columns = {name: texts for name, texts in columns.items() if any(texts)}
+            names = [row.way for row in ran]
+            texts = [*map(list, zip(names, *columns.values(), strict=True))]
+            yield Table(["way", *columns], texts)
             yield Line("")
         for row in self.rows:
             if row.error:
@@ -215,17 +223,6 @@ class Bench(Printed):
 
     def __repr__(self) -> str:
         return f"<autoamp.Bench of {self.label}: {len(self.rows)} rows>"
-
-
-def _table(rows: Sequence[Row]) -> Table:
-    """A table of the ways that ran, without empty columns."""
-    ran = [row for row in rows if row.seconds is not None]
-    columns = {name: [cell(row) for row in ran] for name, cell in _COLUMNS.items()}
-    columns = {name: texts for name, texts in columns.items() if any(texts)}
-    names = [row.way for row in ran]
-    return Table(
-        ["way", *columns], [*map(list, zip(names, *columns.values(), strict=True))]
-    )
 
 
 def _data(row: Row) -> str:

@@ -160,21 +160,17 @@ class Task:
             return _scalar(loss), "the output's loss"
         if isinstance(output, Tensor) and output.numel() == 1:
             return output.squeeze(), "the output, a scalar"
-        far = [
-            (t.float() - self._target(i, t)).square().mean()
-            for i, t in enumerate(floats_for_loss(output))
-        ]
+        far = []
+        for place, each in enumerate(floats_for_loss(output)):
+            key = place, each.shape, each.device
+            if key not in self.targets:
+                draws = torch.Generator("cpu").manual_seed(place)
+                target = torch.randn(
+                    each.shape, generator=draws, dtype=torch.float32, device="cpu"
+                )
+                self.targets[key] = target.to(each.device)
+            far.append((each.float() - self.targets[key]).square().mean())
         return torch.stack(far).sum(), "mean squared distance from fixed random numbers"
-
-    def _target(self, place: int, like: Tensor) -> Tensor:
-        key = place, like.shape, like.device
-        if key not in self.targets:
-            draws = torch.Generator("cpu").manual_seed(place)
-            target = torch.randn(
-                like.shape, generator=draws, dtype=torch.float32, device="cpu"
-            )
-            self.targets[key] = target.to(like.device)
-        return self.targets[key]
 
 
 def _scalar(loss: Any) -> Tensor:
@@ -281,10 +277,13 @@ class Running:
     def forward(self, batch: Call) -> Any:
         """The output of one call; in training, the loss and the output."""
         args, kwargs = batch
+        region: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.way.kind == "autocast":
+            region = torch.autocast(self.device.type, self.way.low)
         with (
             _tf32(self.way.kind, self.device),
             torch.set_grad_enabled(self.task.trains),
-            self._region(),
+            region,
         ):
             if self.task.kind == "generate":
                 # The same number of tokens in each way, whatever the model generates.
@@ -324,11 +323,6 @@ class Running:
             for output in (self._first, exact._first)
         )
         return relative_error([ours], [true])
-
-    def _region(self) -> contextlib.AbstractContextManager[Any]:
-        if self.way.kind == "autocast":
-            return torch.autocast(self.device.type, self.way.low)
-        return contextlib.nullcontext()
 
     def backward(self, batch: Call) -> Tensor | None:
         """Runs a forward and, in training, a backward; returns the loss or None."""

@@ -130,7 +130,16 @@ def captured(model: nn.Module, call: Call) -> Captured:
         with disabled():
             program = call.export(twin)
     except Exception as error:
-        raise ExportError(_cannot(model, error)) from error
+        reason = str(error).strip().partition("\n\n")[0].partition("\nCaused by")[0]
+        text = printable_line(f"{type(error).__name__}: {reason}", 800).rstrip(".")
+        line = _users_line(error)
+        raise ExportError(
+            f"{class_name(model)} cannot be exported, because torch.export cannot make "
+            f"one graph of it: {text}{f' (at {line})' if line else ''}. "
+            "autoamp.convert() takes models in parts and has no such limit; to export, "
+            "change that line, or export the part of the model that torch.export takes "
+            "(torch.export.draft_export lists all that is in the way)"
+        ) from error
     gm = compat.flat_graph(program)
     _, by_name = program.example_inputs or ((), {})
     kwargs = {name: call.kwargs[name] for name in by_name}  # in the program's order
@@ -142,20 +151,6 @@ def captured(model: nn.Module, call: Call) -> Captured:
     )
     signature = inspect.signature(twin.forward)
     return Captured(model, gm, values, fakes, program, signature)
-
-
-def _cannot(model: nn.Module, error: Exception) -> str:
-    """Says that torch cannot export a model, where, and what to do."""
-    reason = str(error).strip().partition("\n\n")[0].partition("\nCaused by")[0]
-    text = printable_line(f"{type(error).__name__}: {reason}", 800).rstrip(".")
-    line = _users_line(error)
-    return (
-        f"{class_name(model)} cannot be exported, because torch.export cannot make one "
-        f"graph of it: {text}{f' (at {line})' if line else ''}. autoamp.convert() "
-        "takes models in parts and has no such limit; to export, change that line, or "
-        "export the part of the model that torch.export takes "
-        "(torch.export.draft_export lists all that is in the way)"
-    )
 
 
 def _users_line(error: Exception) -> str:

@@ -195,8 +195,13 @@ class Overflow(Printed):
         else:
             yield "cure", "no option was found that cures it"
         if self.direction == "backward" and self.loss_scale != 1 and not self.in_fp32:
-            lower = self._lower_scale()
-            also = f"; a loss scale of {lower:g} would work as well" if lower else ""
+            also = ""
+            if self.largest and math.isfinite(self.largest):
+                # The largest power of two at which the gradient is in range.
+                most = math.log2(self.loss_scale * self.limit / self.largest)
+                also = (
+                    f"; a loss scale of {2.0 ** math.floor(most):g} would work as well"
+                )
             yield "at", f"loss scale {self.loss_scale:g}{also}"
         if self.harmless:
             whole = (
@@ -205,14 +210,6 @@ class Overflow(Printed):
                 else "the loss and all gradients are"
             )
             yield "harm", f"none: {whole} finite"
-
-    def _lower_scale(self) -> float:
-        """The largest power of two at which the gradient is in range; 0 if unknown."""
-        if not math.isfinite(self.largest) or not self.largest:
-            return 0.0
-        return float(
-            2.0 ** math.floor(math.log2(self.loss_scale * self.limit / self.largest))
-        )
 
 
 def overflow_at(
@@ -372,7 +369,11 @@ def find_overflow_model(
         except AutoampError:
             raise
         except Exception:
-            _run_plainly(model, call, trains=trains)  # raises the model's own error
+            # The model's own code, in fp32, raises the model's own error.
+            plain = twin_of(model)
+            with untouched(plain, trains=trains):
+                own_args, own_kwargs = copied(call)
+                plain(*own_args, **own_kwargs)
             raise
         search = Search(stand_in, engine.options, label, low, scale=scale)
         overflow = search.answer(first)
@@ -506,11 +507,3 @@ def _check_devices(model: nn.Module, call: Call) -> None:
                 f"argument {pytree.keystr(path[1:])} is on {value.device}, and "
                 f"{class_name(model)} is on {places}; move one of them"
             )
-
-
-def _run_plainly(model: nn.Module, call: Call, *, trains: bool) -> None:
-    """Calls the model's own code, in fp32, so that it raises its own error."""
-    twin = twin_of(model)
-    with untouched(twin, trains=trains):
-        args, kwargs = copied(call)
-        twin(*args, **kwargs)

@@ -642,24 +642,20 @@ def before_run(scaling: ModelScaling, leaves: Sequence[torch.Tensor]) -> None:
     ledger = scaling.ledger
     if ledger.foreign is None:
         ledger.foreign = False
-        _meet_optimizers(scaling, leaves)
+        optimizers, scalers = compat.optimizers_and_scalers()
+        if not scaling.asked:
+            # One of them may be about to scale this model's loss.  The first gradients
+            # of a loss that is scaled twice would overflow, so a backward looks at the
+            # scalers again.
+            ledger.note_scalers(scalers)
+        ids = {id(leaf) for leaf in leaves}
+        for optimizer in optimizers:
+            groups = getattr(optimizer, "param_groups", ())
+            if any(id(p) in ids for group in groups for p in group["params"]):
+                attach(optimizer).link(scaling)
     if ledger.scalers:
         ledger.a_scaler_scales()
     BACKWARDS.settle(scaling)
-
-
-def _meet_optimizers(scaling: ModelScaling, weights: Sequence[torch.Tensor]) -> None:
-    """Finds GradScalers, and the optimizers of `weights`, before the first run."""
-    optimizers, scalers = compat.optimizers_and_scalers()
-    if not scaling.asked:
-        # One of them may be about to scale this model's loss.  The first gradients of a
-        # loss that is scaled twice would overflow, so a backward looks at them again.
-        scaling.ledger.note_scalers(scalers)
-    ids = {id(weight) for weight in weights}
-    for optimizer in optimizers:
-        groups = getattr(optimizer, "param_groups", ())
-        if any(id(p) in ids for group in groups for p in group["params"]):
-            attach(optimizer).link(scaling)
 
 
 # -- the first step of an optimizer that nobody named ----------------------------------

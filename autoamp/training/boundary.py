@@ -6,7 +6,7 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -305,8 +305,25 @@ class OptimizerBoundary:
 
     def find_wrappers(self) -> None:
         """Notes the wrappers that step the optimizer now, and have a mark to set."""
-        wrappers = _stepping(self.optimizer)
-        self.wrappers.update(w for w in wrappers if _is_behind(w) or _MARK in vars(w))
+        # A wrapper holds its optimizer, and not the other way round: the stack has the
+        # wrappers in whose `step` the optimizer is being stepped.
+        frame: types.FrameType | None = sys._getframe(1)
+        for _ in range(_DEEPEST):
+            if frame is None:
+                return
+            code = frame.f_code
+            if code.co_name == "step" and code.co_argcount:
+                owner = compat.first_argument(frame)
+                # A GradScaler that accelerate's wrapper steps by ends the search too:
+                # the wrapper notes what it did.
+                known = isinstance(owner, Optimizer)
+                if not known or innermost(owner) is not self.optimizer:
+                    return
+                if owner is not self.optimizer and (
+                    _is_behind(owner) or _MARK in vars(owner)
+                ):
+                    self.wrappers.add(owner)
+            frame = frame.f_back
 
     def show_on_wrappers(self, skipped: Any) -> None:
         """Sets the mark on the wrappers that were seen to step the optimizer."""
@@ -326,25 +343,6 @@ def _reduce(boundary: OptimizerBoundary, optimizer: Optimizer) -> Callable[..., 
         return kind.__reduce_ex__(found, protocol)
 
     return reduce
-
-
-def _stepping(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """The wrappers in whose `step` the optimizer is being stepped."""
-    # A wrapper holds its optimizer, and not the other way round.
-    frame: types.FrameType | None = sys._getframe(1)
-    for _ in range(_DEEPEST):
-        if frame is None:
-            return
-        code = frame.f_code
-        if code.co_name == "step" and code.co_argcount:
-            owner = compat.first_argument(frame)
-            # A GradScaler that accelerate's wrapper steps by ends the search too: the
-            # wrapper notes what it did.
-            if not isinstance(owner, Optimizer) or innermost(owner) is not optimizer:
-                return
-            if owner is not optimizer:
-                yield owner
-        frame = frame.f_back
 
 
 def _is_behind(wrapper: Optimizer) -> bool:

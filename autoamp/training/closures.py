@@ -22,7 +22,6 @@ from autoamp import compat
 from autoamp.errors import LossScaleError
 from autoamp.training.boundary import OptimizerBoundary, Step, closure_of, params_of
 from autoamp.training.step import (
-    Reading,
     Way,
     agree,
     count_skipped,
@@ -186,28 +185,20 @@ def _judge_evaluation(boundary: OptimizerBoundary) -> Way:
     overflow, way = bool(reading.flag), Way.STEP
     if overflow:
         # Only LBFGS's closure may be called once more: Lightning passes the whole
-        # `training_step` as a closure, which must run once a step.
-        way = Way.RETRY if _may_be_cured(boundary, reading) else Way.SKIP
+        # `training_step` as a closure, which must run once a step.  Each rank has loss
+        # scales of its own: one would evaluate again, and wait for others that skip.
+        again = isinstance(boundary.optimizer, LBFGS) and not compat.are_several()
+        fell = any(
+            run.overflowed and run.scaling.loss_scale.scale < float(run.used)
+            for run in (reading.runs if again else ())
+        )
+        way = Way.RETRY if fell else Way.SKIP
     boundary.log(way.value)
     if overflow:
         settle_buffers(boundary, reading, overflow)
     if reading.known:
         note_overflow(boundary, reading, overflow)
     return way
-
-
-def _may_be_cured(boundary: OptimizerBoundary, reading: Reading) -> bool:
-    """Whether the closure can be evaluated again, and a loss scale is lower by now.
-
-    Each rank has loss scales of its own: one would evaluate again, and wait for others
-    that skip.
-    """
-    if compat.are_several() or not isinstance(boundary.optimizer, LBFGS):
-        return False
-    return any(
-        run.overflowed and run.scaling.loss_scale.scale < float(run.used)
-        for run in reading.runs
-    )
 
 
 def _end_evaluations(boundary: OptimizerBoundary, *, skipped: bool) -> None:

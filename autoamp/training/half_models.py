@@ -87,7 +87,17 @@ class _Calls:
         # A module may have been freed since, and another have its `id` now.
         if model is None or not (module is model or _is_in(module, model)):
             return None
-        buffers = _written(module)
+        held = (compat.buffers_here(m).values() for m in compat.modules_of(module))
+        every = {id(b): b for of in held for b in of if b is not None}.values()
+        # Whether a forward writes to one of them is not known: a batch norm moves no
+        # version counter, nor does a write through `.data`.
+        buffers = [
+            b
+            for b in every
+            if (b.is_floating_point() or b.is_complex() or b.numel() <= _LARGE)
+            and b.layout == torch.strided
+            and not compat.is_distributed(b)
+        ]
         self._ledger.keep(buffers)
         self._ledger.buffers.whole = True
         return buffers
@@ -101,20 +111,3 @@ class _Calls:
 
 def _is_in(module: nn.Module, model: nn.Module) -> bool:
     return any(each is module for each in compat.modules_of(model))
-
-
-def _written(model: nn.Module) -> list[torch.Tensor]:
-    """The buffers that a forward of `model` may write to, each once.
-
-    Whether it does is not known: a batch norm, and a write through `.data`, move no
-    version counter.
-    """
-    held = (compat.buffers_here(each).values() for each in compat.modules_of(model))
-    every = {id(b): b for of in held for b in of if b is not None}.values()
-    return [
-        b
-        for b in every
-        if (b.is_floating_point() or b.is_complex() or b.numel() <= _LARGE)
-        and b.layout == torch.strided
-        and not compat.is_distributed(b)
-    ]

@@ -283,7 +283,13 @@ def decide(
     flag = reading.flag
     if begun or not _takes_flag(boundary.optimizer, flag):
         return (Way.SKIP, True) if bool(flag) else (Way.STEP, False)
-    return Way.BY_KERNEL, bool(flag) if _host_looks(boundary, reading) else None
+    looks = False
+    # The host reads the found_inf that the kernel reads at times only.  CUDA refuses to
+    # wait for a stream that is being captured.
+    if not compat.is_capturing(boundary.params[0].device):
+        watching = any(s.skip_watch.watching for s in concerned(boundary, reading))
+        looks = watching or (boundary.steps + 1) % _ASK_EVERY == 0
+    return Way.BY_KERNEL, bool(flag) if looks else None
 
 
 def _takes_flag(optimizer: Optimizer, flag: torch.Tensor) -> bool:
@@ -313,16 +319,6 @@ def _has_state(optimizer: Optimizer, group: dict[str, Any]) -> bool:
         ):
             return False
     return True
-
-
-def _host_looks(boundary: OptimizerBoundary, reading: Reading) -> bool:
-    """Whether the host, too, reads the found_inf that the optimizer's kernel reads."""
-    device: torch.device = boundary.params[0].device
-    # CUDA refuses to wait for a stream that is being captured.
-    if compat.is_capturing(device):
-        return False
-    watching = any(s.skip_watch.watching for s in concerned(boundary, reading))
-    return watching or (boundary.steps + 1) % _ASK_EVERY == 0
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ A node and the stand-in runs of the original and the rewritten graph go in; a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection
 
 import torch
@@ -110,7 +109,7 @@ def _state_is_fp32(node: fx.Node, after: StandIns) -> None:
     All else is low or is cast inside: each step, or each direction, casts by itself.
     """
     op = op_with_its_state(node.target)
-    names = [a.name for a in compat.schema(op).arguments]
+    names = compat.argument_names(op)
     read: dict[str, list[torch.dtype]] = {}
     for name, value in zip(names, node.args, strict=False):
         operands: list[fx.Node] = []
@@ -132,7 +131,7 @@ def _operand_dtypes(
 ) -> dict[str, torch.dtype]:
     """Argument names to dtypes, for float operands that take part in type promotion."""
     assert isinstance(node.target, compat.OpOverload)
-    names = _names_of(node.target)
+    names = compat.argument_names(node.target)
     arguments = [*zip(names, node.args, strict=False), *node.kwargs.items()]
     pointwise = torch.Tag.pointwise in node.target.tags
     found: dict[str, torch.dtype] = {}
@@ -149,23 +148,12 @@ def _operand_dtypes(
     if pointwise and any(dims.values()):
         # Beside tensors with dimensions, 0-dim float tensors do not decide the dtype.
         found = {k: v for k, v in found.items() if dims[k]}
-    if pointwise and _writes_its_first_operand(node.target):
+    # `lerp_` takes one dtype only.
+    mixes = pointwise and compat.schema(node.target).name != "aten::lerp_"
+    if mixes and names[0] in compat.written_arguments(node.target):
         # The written operand keeps its dtype; the kernel takes the others as they are.
         found = {k: v for k, v in found.items() if k == names[0]}
     return found
-
-
-@functools.cache  # torch makes a schema's arguments anew each time
-def _names_of(target: compat.OpOverload) -> list[str]:
-    return [a.name for a in compat.schema(target).arguments]
-
-
-@functools.cache
-def _writes_its_first_operand(target: compat.OpOverload) -> bool:
-    if compat.schema(target).name == "aten::lerp_":  # lerp_ takes one dtype only
-        return False
-    first = compat.schema(target).arguments[0].alias_info
-    return first is not None and first.is_write
 
 
 def reads_as_it_comes(node: fx.Node) -> bool:

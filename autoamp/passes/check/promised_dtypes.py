@@ -74,7 +74,13 @@ class Held(Observer):
         said, given = dtypes_in(n.meta.get("val")), dtypes_in(value)
         if given == said:
             return value
-        differ = _differences(said, given)
+        # A part whose dtype the node leaves open is skipped.
+        pairs = zip(said, given, strict=True) if len(said) == len(given) else ()
+        differ = dict.fromkeys(
+            f"{short_name(b)} where {short_name(a)} was expected"
+            for a, b in pairs
+            if a is not None and b is not None and a != b
+        )
         # A result of the graph may have that dtype without autoamp, too.
         returned = any(user.op == "output" for user in n.users)
         if not differ or (returned and not _reads_low(n)):
@@ -148,17 +154,6 @@ def _reads_low(n: fx.Node) -> bool:
         d for operand in n.all_input_nodes for d in dtypes_in(operand.meta.get("val"))
     ]
     return not _LOW.isdisjoint(read)
-
-
-def _differences(said: Dtypes, given: Dtypes) -> dict[str, None]:
-    """Each difference in words; a part whose dtype the node leaves open is skipped."""
-    if len(said) != len(given):
-        return {}
-    return {
-        f"{short_name(b)} where {short_name(a)} was expected": None
-        for a, b in zip(said, given, strict=True)
-        if a is not None and b is not None and a != b
-    }
 
 
 def _broken(n: fx.Node, given: Dtypes, differ: Iterable[str]) -> Broken:

@@ -189,7 +189,7 @@ def _with_written(
     returned = _written_and_returned(node.target)
     if not any(returned):
         return made
-    order = [a.name for a in compat.schema(node.target).arguments]
+    order = compat.argument_names(node.target)
     given: dict[Any, Any] = {**dict(zip(order, args, strict=False)), **kwargs}
     if len(returned) == 1:
         return given[returned[0]]

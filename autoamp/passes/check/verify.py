@@ -10,7 +10,6 @@ weight pass.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
@@ -325,7 +324,8 @@ def _written(node: fx.Node, gm: fx.GraphModule) -> list[fx.Node]:
             return [n for n in node.all_input_nodes if n.op != "get_attr"]
     if not isinstance(node.target, compat.OpOverload):
         return []
-    order, names = _arguments(node.target)
+    order = compat.argument_names(node.target)
+    names = compat.written_arguments(node.target)
     found: list[fx.Node] = []
     if not names:
         return found
@@ -333,16 +333,6 @@ def _written(node: fx.Node, gm: fx.GraphModule) -> list[fx.Node]:
         if name in names:
             fx.map_arg(value, found.append)
     return found
-
-
-@functools.cache  # torch makes a schema's arguments anew each time
-def _arguments(target: compat.OpOverload) -> tuple[list[str], frozenset[str]]:
-    """The names of an op's arguments, in order, and of those it writes to."""
-    arguments = compat.schema(target).arguments
-    written = frozenset(
-        a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write
-    )
-    return [a.name for a in arguments], written
 
 
 def _may_write(body: fx.GraphModule) -> bool:

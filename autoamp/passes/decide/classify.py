@@ -235,7 +235,19 @@ def _rule_modes(
 ) -> tuple[Mode, ...]:
     """The mode of each operand of an op that a rule lists."""
     assert isinstance(node.target, compat.OpOverload)
-    modes = [_rule_mode(rule, node.target, o, fact) for o in fact.operands]
+    # CPU kernels of these norms take fp32 parameters beside low data; CUDA's do not.
+    norm = fact.device == "cpu" and (
+        base_name(node.target) in family("fp32_parameters_on_cpu")
+    )
+    wide = {
+        *rule.fp32_operands,
+        *([STATE] if fact.keeps_state else []),
+        *(["weight", "bias"] if norm else []),
+    }
+    modes: list[Mode] = [
+        "high" if o.argument in wide else _mode(node.target, o, fact)
+        for o in fact.operands
+    ]
     # After rounding, `topk` would pick other elements and `floor(2.999)` would be 3.
     picks = rule.jumps or (category is Category.CLEAR and fact.makes_others)
     if under.to_the_letter:
@@ -243,28 +255,13 @@ def _rule_modes(
     elif picks:
         modes = ["follow" if mode == "same" else mode for mode in modes]
     if fact.keeps_state:
-        wide = read_wide(node, under.low)
+        cast_inside = read_wide(node, under.low)
         for at, operand in enumerate(fact.operands):
             # The op casts these at each read, and their gradients are summed over the
             # reads in fp32; one cast of ours would sum them in the low dtype.
-            if operand.value in wide and operand.argument != STATE:
+            if operand.value in cast_inside and operand.argument != STATE:
                 modes[at] = "any"
     return tuple(modes)
-
-
-def _rule_mode(
-    rule: Rule, target: compat.OpOverload, operand: Operand, fact: NodeFacts
-) -> Mode:
-    if operand.argument in rule.fp32_operands:
-        return "high"
-    if fact.keeps_state and operand.argument == STATE:
-        return "high"
-    norm_parameter = operand.argument in ("weight", "bias")
-    # CPU kernels of these norms take fp32 parameters beside low data; CUDA's do not.
-    fp32_parameters = base_name(target) in family("fp32_parameters_on_cpu")
-    if norm_parameter and fact.device == "cpu" and fp32_parameters:
-        return "high"
-    return _mode(target, operand, fact)
 
 
 def _by_schema(target: compat.OpOverload, fact: NodeFacts) -> Verdict:
@@ -381,9 +378,19 @@ def as_written(
     if not isinstance(node.target, compat.OpOverload):
         return _opaque(node, fact)
     if base_name(node.target) in family("cast"):
-        if WIDENED in node.meta:
-            return _widened(node, fact, graph, low)
-        return _user_cast(node, fact, graph, to_the_letter)
+        if WIDENED not in node.meta:
+            return _user_cast(node, fact, graph, to_the_letter)
+        # Our capture cast to fp32 a result that is half under autocast.  In the compute
+        # dtype the result stays as it is; an fp16 result in a graph of bf16 is rounded
+        # once, where a reader would round it.
+        (read,) = (
+            t for n in node.all_input_nodes for t in tensors_of(n.meta.get("val"))
+        )
+        reason = f"the {short_name(read.dtype)} result of a Function under custom_fwd"
+        written = fact.storage in graph.mutated
+        if read.dtype == low and not written:
+            return Verdict(Category.ALLOW, reason, AUTHOR, False, (), asked=True)
+        return Verdict(Category.CLEAR, reason, AUTHOR, written, ())
     if node.target in _BITS:
         return _left(
             "reads the bits of its operand, which differ in another dtype", fact
@@ -428,20 +435,6 @@ def _opaque(node: fx.Node, fact: NodeFacts) -> Verdict:
     elif any(LOWERED_BODY in body.meta for body in bodies):
         reason = f"{name}: rewritten inside, fp32 at its edges"
     return _denied(reason, fact)
-
-
-def _widened(node: fx.Node, fact: NodeFacts, graph: Facts, low: torch.dtype) -> Verdict:
-    """The verdict on the cast to fp32 of a result that is half under autocast.
-
-    Our capture made the cast.  In the compute dtype the result stays as it is; an fp16
-    result in a graph of bf16 is rounded once, where a reader would round it.
-    """
-    (read,) = [t for n in node.all_input_nodes for t in tensors_of(n.meta.get("val"))]
-    reason = f"the {short_name(read.dtype)} result of a Function under custom_fwd"
-    written = fact.storage in graph.mutated
-    if read.dtype == low and not written:
-        return Verdict(Category.ALLOW, reason, AUTHOR, False, (), asked=True)
-    return Verdict(Category.CLEAR, reason, AUTHOR, written, ())
 
 
 def _user_cast(

@@ -233,23 +233,20 @@ def for_kernel(steps: Sequence[Step], query: Tensor, keys: int) -> KernelScores:
             assert step.tensor is not None
             mask = step.tensor if mask is None else mask + step.tensor
         elif not only_causal:
-            mask = _hiding(mask, step, query, keys)
+            if step.kind is Kind.CAUSAL:
+                hidden = later_keys(query.shape[-2], keys, 0, query)[None, None]
+            else:
+                hidden = step.hidden_of(query)
+            # Whatever number the step fills in, such a score is out of sight: the
+            # kernel's way to say so is minus infinity.
+            if mask is None:
+                mask = torch.zeros((), dtype=query.dtype, device=query.device)
+            mask = torch.where(hidden, -torch.inf, mask)
     # Torch's kernel takes a mask in fp32, or in the dtype of the query.
     if mask is not None and mask.dtype != query.dtype:
         mask = mask.to(HIGH_DTYPE)
     causal = only_causal and any(step.kind is Kind.CAUSAL for step in steps)
     return KernelScores(scale, mask, causal)
-
-
-def _hiding(mask: Tensor | None, step: Step, query: Tensor, keys: int) -> Tensor:
-    """`mask` with minus infinity where a step fills in its number."""
-    if step.kind is Kind.CAUSAL:
-        hidden = later_keys(query.shape[-2], keys, 0, query)[None, None]
-    else:
-        hidden = step.hidden_of(query)
-    if mask is None:
-        mask = torch.zeros((), dtype=query.dtype, device=query.device)
-    return torch.where(hidden, -torch.inf, mask)
 
 
 def written_out(

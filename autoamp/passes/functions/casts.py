@@ -103,27 +103,20 @@ def low_weight(weight: Tensor, copy: Tensor) -> Tensor:
     The result has the shape and dtype of `copy`; its gradient flows to `weight` in
     fp32, and none flows to `copy`.
     """
-    if _autograd_casts(weight, copy):
+    if (
+        weight.requires_grad
+        and torch.is_grad_enabled()
+        and type(weight) in _PLAIN
+        # Autograd gives the gradient no other layout; that of a convolution may need
+        # one, unless weight and copy have their channels last both.
+        and (weight.dim() < _CONVOLUTIONS or weight.stride(1) == 1)
+        and weight.stride() == copy.stride()
+        and compat.casts_gradients()
+    ):
         # No Function of Python's in the backward: autograd casts to the weight's dtype
         # before it sums the uses.
         return compat.seen_as(weight, copy)
     return _apply_low_weight(weight, copy, None, None)
-
-
-def _autograd_casts(weight: Tensor, copy: Tensor) -> bool:
-    """Whether autograd itself can cast the gradient of a use of `weight`.
-
-    It gives the gradient no other layout; that of a convolution may need one, unless
-    weight and copy have their channels last both.
-    """
-    return (
-        weight.requires_grad
-        and torch.is_grad_enabled()
-        and type(weight) in _PLAIN
-        and (weight.dim() < _CONVOLUTIONS or weight.stride(1) == 1)
-        and weight.stride() == copy.stride()
-        and compat.casts_gradients()
-    )
 
 
 _CONVOLUTIONS = 4
@@ -223,7 +216,10 @@ class _Together(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         weights = given[:count]
         ctx.edge, ctx.given = (inv, found_inf), len(given)
-        ctx.kinds = None if _are_usual(weights) else tuple(map(_Kind.of, weights))
+        # Asked at every call: quicker than the kind of each weight.
+        contiguous = all(map(Tensor.is_contiguous, weights))
+        usual = contiguous and {*map(_DTYPE, weights)} == {_USUAL.dtype}
+        ctx.kinds = None if usual else tuple(map(_Kind.of, weights))
         return tuple(map(Tensor.detach, given[-count:]))
 
     @staticmethod
@@ -249,12 +245,6 @@ class _Together(torch.autograd.Function):
 _apply_together: Any = compat.direct_apply(_Together)
 
 _USUAL = _Kind(torch.float32, plain=True)
-
-
-def _are_usual(weights: Sequence[Tensor]) -> bool:
-    """Whether each of `weights` is of the kind `_USUAL`: asked at every call."""
-    dtypes = {*map(_DTYPE, weights)}
-    return all(map(Tensor.is_contiguous, weights)) and dtypes == {_USUAL.dtype}
 
 
 def _are_ordinary(grads: Sequence[Tensor]) -> bool:
@@ -539,7 +529,7 @@ def _with_fp32_state(op: compat.OpOverload) -> Callable[..., Any]:
     directions are summed in fp32: a bidirectional layer reads its input as wide as the
     input is.
     """
-    names = [argument.name for argument in compat.schema(op).arguments]
+    names = compat.argument_names(op)
     at = names.index("params" if "params" in names else "w_ih")
 
     def run(*args: Any) -> Any:

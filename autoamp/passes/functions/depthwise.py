@@ -193,23 +193,20 @@ def depthwise_at(node: fx.Node) -> Any:
     Returns:
         The node's own target everywhere else.
     """
-    return depthwise if _is_slow(node) else node.target
-
-
-def _is_slow(node: fx.Node) -> bool:
     if node.target not in OPS or node.kwargs:
-        return False
+        return node.target
     weight: Any = node.args[1]
     given: Any = (*node.args[2:], *_DEFAULTS[len(node.args) - 2 :])
     _, _, padding, dilation, groups = given
     result, (channels, depth, *sizes) = node.meta["val"], weight.meta["val"].shape
     if result.dtype != torch.bfloat16 or result.dim() != 2 + len(sizes):
-        return False  # no low dtype, or one image without a batch
+        return node.target  # no low dtype, or one image without a batch
     if not (channels == groups > depth == 1 and {*dilation} == {1}):
-        return False
+        return node.target
     filters = [*map(compat.hint, sizes)]
     products = math.prod(map(compat.hint, result.shape)) * math.prod(filters)
     # The kernel for depthwise filters takes no padding of more than half a filter.
     most = padding * len(filters) if len(padding) == 1 else padding
     padded = any(2 * p > size for p, size in zip(most, filters, strict=True))
-    return products >= _LEAST and (filters[-1] > COLUMNS or padded)
+    is_slow = products >= _LEAST and (filters[-1] > COLUMNS or padded)
+    return depthwise if is_slow else node.target

@@ -236,26 +236,23 @@ class _SmallMask:
     def made(self, calls: list[fx.Node]) -> Tensor:
         """The small mask, which the last call makes."""
         for node in calls:
-            if not is_size(node):
-                self._values[node] = self._called(node)
-                self._elements[node] = self._read(node)
+            if is_size(node):
+                continue
+            assert isinstance(node.target, compat.OpOverload)
+            names = compat.argument_names(node.target)
+            args = [self._given(*each) for each in zip(names, node.args, strict=False)]
+            kwargs = {name: self._given(name, v) for name, v in node.kwargs.items()}
+            value: Tensor = node.target(*args, **kwargs)
+            sizes = [self._size(size) for size in node.meta["val"].shape]
+            # The call gives another shape than the sizes stand for: some literal was a
+            # size.
+            if [*value.shape] != sizes or len(sizes) > _MOST_DIMENSIONS:
+                raise _UnknownError
+            self._values[node] = value
+            self._elements[node] = self._read(node)
         if self._elements[calls[-1]].positions or not self._numbers <= _MOST_NUMBERS:
             raise _UnknownError
         return self._values[calls[-1]]
-
-    def _called(self, node: fx.Node) -> Tensor:
-        """The result of a call, of small sizes."""
-        assert isinstance(node.target, compat.OpOverload)
-        names = [each.name for each in compat.schema(node.target).arguments]
-        args = [self._given(*each) for each in zip(names, node.args, strict=False)]
-        kwargs = {name: self._given(name, v) for name, v in node.kwargs.items()}
-        value: Tensor = node.target(*args, **kwargs)
-        sizes = [self._size(size) for size in node.meta["val"].shape]
-        # The call gives another shape than the sizes stand for: some literal was a
-        # size.
-        if [*value.shape] != sizes or len(sizes) > _MOST_DIMENSIONS:
-            raise _UnknownError
-        return value
 
     def _given(self, name: str, value: Any) -> Any:
         """An argument as the small call has it; an error for a size anywhere else."""

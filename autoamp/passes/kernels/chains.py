@@ -169,10 +169,17 @@ def replaceable(
     for chain, recognise in candidates:
         if not taken.isdisjoint(chain.nodes) or not allowed.takes(chain.nodes):
             continue
-        replacement = _replacement(chain, recognise(), layouts, allowed)
-        if replacement is not None:
-            taken.update(chain.nodes)
-            replacements.append(replacement)
+        kernel = recognise()
+        if kernel is None or kernel.kernel.name in allowed.off:
+            continue
+        # A result with other strides than the chain's could not be viewed as the
+        # chain's is.
+        if layouts.of(chain, kernel) != layout_of(chain.result.meta["val"]):
+            continue
+        widens = any(map(allowed.widens, chain.nodes))
+        note = ForChain(kernel.kernel.name, chain.calls, widens)
+        taken.update(chain.nodes)
+        replacements.append(Replacement(chain, kernel, note))
     # Softmax keeps its result for the backward; a later write to it would raise there.
     if any(r.kernel.kernel.keeps_result for r in replacements):
         exposed = exposed_storages(graph)
@@ -183,23 +190,6 @@ def replaceable(
             or compat.storage_id(r.chain.result.meta["val"]) not in exposed
         ]
     return replacements
-
-
-def _replacement(
-    chain: Chain, kernel: Recognised | None, layouts: _Layouts, allowed: Allowed
-) -> Replacement | None:
-    """The kernel for a chain; None where there is none, or where it lies otherwise.
-
-    A result with other strides than the chain's could not be viewed as the chain's is.
-    """
-    if kernel is None or kernel.kernel.name in allowed.off:
-        return None
-    expected = chain.result.meta["val"]
-    if layouts.of(chain, kernel) != layout_of(expected):
-        return None
-    widens = any(map(allowed.widens, chain.nodes))
-    note = ForChain(kernel.kernel.name, chain.calls, widens)
-    return Replacement(chain, kernel, note)
 
 
 class _Layouts:
@@ -229,35 +219,23 @@ def put_kernels(graph: fx.Graph, mode: compat.FakeTensorMode, allowed: Allowed) 
     found = replaceable(graph, mode, allowed)
     made: dict[fx.Node, fx.Node] = {}
     for replacement in found:
-        made[replacement.chain.result] = _put(graph, replacement, made)
+        chain, known = replacement.chain, replacement.kernel
+        # A chain may read the result of one that has just been replaced and erased.
+        data, *vectors = (made.get(n, n) for n in (chain.data, *chain.vectors))
+        weight = None if known.weight is None else vectors[known.weight]
+        bias = None if known.bias is None else vectors[known.bias]
+        size = chain.data.meta["val"].shape[-1]
+        kernel = known.kernel
+        with graph.inserting_before(chain.result):
+            rest = kernel.arguments(size, weight, bias, known.epsilon)
+            args = (data, *rest)
+            node = graph.call_function(kernel.op, args, dict(kernel.keywords))
+        node.meta = {**chain.result.meta, KERNEL: replacement.note}
+        chain.result.replace_all_uses_with(node)
+        made[chain.result] = node
+        for each in reversed(chain.nodes):
+            graph.erase_node(each)
     return bool(found)
-
-
-def _put(
-    graph: fx.Graph, replacement: Replacement, made: Mapping[fx.Node, fx.Node]
-) -> fx.Node:
-    """Puts one kernel into the graph.
-
-    Args:
-        made: the call of the kernel for each result of a chain that is replaced: this
-            chain may read such a result.
-    """
-    chain, found = replacement.chain, replacement.kernel
-    # A chain may read the result of one that has just been replaced and erased.
-    data, *vectors = (made.get(n, n) for n in (chain.data, *chain.vectors))
-    weight = None if found.weight is None else vectors[found.weight]
-    bias = None if found.bias is None else vectors[found.bias]
-    size = chain.data.meta["val"].shape[-1]
-    kernel = found.kernel
-    with graph.inserting_before(chain.result):
-        rest = kernel.arguments(size, weight, bias, found.epsilon)
-        args = (data, *rest)
-        node = graph.call_function(kernel.op, args, dict(kernel.keywords))
-    node.meta = {**chain.result.meta, KERNEL: replacement.note}
-    chain.result.replace_all_uses_with(node)
-    for each in reversed(chain.nodes):
-        graph.erase_node(each)
-    return node
 
 
 _SOFTMAX = torch.ops.aten.softmax.int

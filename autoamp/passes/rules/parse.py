@@ -65,30 +65,24 @@ class Contents:
         """
         _refuse_long_integers(f"{table}.{written}", value)
         if table == "meta":
-            self._add_meta(written, value)
+            if written not in _META:
+                _fail(f"meta.{written}", f"unknown; use {', '.join(_META)}")
+            choices = _META[written]
+            if not isinstance(value, str) or (choices and value not in choices):
+                what = f"one of {', '.join(choices)}" if choices else "a string"
+                _fail(f"meta.{written}", f"is {value!r}; must be {what}")
+            if written == "dtype":
+                self.dtype = value
         elif table == "keep":
-            self._add_keep(written, value)
+            if written != "modules":
+                _fail(f"keep.{written}", "unknown; use modules")
+            if not isinstance(value, list) or not all(
+                isinstance(m, str) for m in value
+            ):
+                _fail("keep.modules", f"is {value!r}; must be a list of module paths")
+            self.keep = tuple(value)
         else:
             self._add_rule(Category(table), written, value)
-
-    def _add_meta(self, key: str, value: Any) -> None:
-        if key not in _META:
-            _fail(f"meta.{key}", f"unknown; use {', '.join(_META)}")
-        choices = _META[key]
-        if not isinstance(value, str) or (choices and value not in choices):
-            what = f"one of {', '.join(choices)}" if choices else "a string"
-            _fail(f"meta.{key}", f"is {value!r}; must be {what}")
-        if key == "dtype":
-            self.dtype = value
-
-    def _add_keep(self, key: str, modules: object) -> None:
-        if key != "modules":
-            _fail(f"keep.{key}", "unknown; use modules")
-        if not isinstance(modules, list) or not all(
-            isinstance(m, str) for m in modules
-        ):
-            _fail("keep.modules", f"is {modules!r}; must be a list of module paths")
-        self.keep = tuple(modules)
 
     def _add_rule(self, category: Category, written: str, value: object) -> None:
         key, op = f"{category}.{written}", parse_op_name(written)
@@ -153,8 +147,14 @@ def _check_table(table: str, entries: object) -> None:
 
 def _load_toml(text: str) -> dict[str, Any]:
     """The tables of a rules file, not checked yet."""
-    # Before `tomllib`: a key of a million dots keeps it busy for hours.
-    _refuse_deep_keys(text)
+    # Before `tomllib`, which a key of a million dots keeps busy for hours.  A key ends
+    # with its line, so that its dots can be counted without a parser.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.count(".") > MAX_DOTS:
+            raise RulesError(
+                f"line {number} has more than {MAX_DOTS} dots; keys of a rules "
+                "file have two at most, and a reason is a sentence"
+            )
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # 5000-digit integers too
@@ -198,17 +198,6 @@ def _read_bytes(path: Path) -> bytes:
             "give the path of a TOML file of op rules"
         )
     return path.read_bytes()
-
-
-def _refuse_deep_keys(text: str) -> None:
-    """Refuses a file with more than `MAX_DOTS` dots on a line."""
-    # A key ends with its line, so that its dots can be counted without a parser.
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.count(".") > MAX_DOTS:
-            raise RulesError(
-                f"line {number} has more than {MAX_DOTS} dots; keys of a rules "
-                "file have two at most, and a reason is a sentence"
-            )
 
 
 def _refuse_long_integers(key: str, value: object) -> None:

@@ -54,15 +54,10 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 def named_arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
     """The arguments of a call of a torch op by the names of its schema."""
     if isinstance(node.target, compat.OpOverload):
-        yield from zip(_argument_names(node.target), node.args, strict=False)
+        yield from zip(compat.argument_names(node.target), node.args, strict=False)
     else:
         yield from ((f"arg{i}", a) for i, a in enumerate(node.args))
     yield from node.kwargs.items()
-
-
-@functools.cache  # torch makes a schema's arguments anew each time
-def _argument_names(target: compat.OpOverload) -> tuple[str, ...]:
-    return tuple(argument.name for argument in compat.schema(target).arguments)
 
 
 def argument(node: fx.Node, name: str, default: Any = None) -> Any:

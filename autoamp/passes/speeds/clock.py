@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import platform
@@ -36,21 +37,14 @@ def described(device: torch.device) -> str:
     The hardware, its threads, the highest clock that the system allows it, the formats
     in which torch multiplies fp32 numbers, and the version of torch.
     """
-    words = [device_name(device), *_clocks(device), f"torch {torch.__version__}"]
+    clocks = []
+    files = ("scaling_max_freq", "scaling_governor") if device.type == "cpu" else ()
+    for name in files:
+        with contextlib.suppress(OSError, UnicodeError):
+            clocks.append((_CLOCK / name).read_text(encoding="utf-8").strip())
+    words = [device_name(device), *clocks, f"torch {torch.__version__}"]
     kinds = compat.tf32_kinds() if kind_of(device).has_tf32 else ()
     return ", ".join([*words, *(f"{kind} in TF32" for kind in sorted(kinds))])
-
-
-def _clocks(device: torch.device) -> list[str]:
-    if device.type != "cpu":
-        return []
-    words = []
-    for name in ("scaling_max_freq", "scaling_governor"):
-        try:
-            words.append((_CLOCK / name).read_text(encoding="utf-8").strip())
-        except (OSError, UnicodeError):
-            continue
-    return words
 
 
 @functools.cache

@@ -437,6 +437,7 @@ def probes(
     one = _filled(1, device=device, dtype=HIGH_DTYPE)
     x, y, out = (_filled(STREAM, device=device, dtype=HIGH_DTYPE) for _ in range(3))
     shorter = [_filled(SIZES[-1], device=device, dtype=low) for _ in range(3)]
+    narrow = shorter[0]
     return [
         Probe("start of an op", lambda: torch.neg(one), times=50),
         Probe("stream", lambda: torch.add(x, y, out=out), 3 * x.nbytes),
@@ -444,7 +445,15 @@ def probes(
         *_products(device, low, shapes),
         *_ops(x, y, out),
         *_ops(*shorter),
-        *_casts(x, shorter[0]),
+        *(
+            Probe(
+                f"cast of {size} numbers",
+                partial(narrow[:size].copy_, x[:size]),
+                x[:size].nbytes + narrow[:size].nbytes,
+                _calls(size),
+            )
+            for size in SIZES
+        ),
     ]
 
 
@@ -511,13 +520,6 @@ def _ops(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> Iterator[Probe]
         for kind, call, tensors in (("light", light, 3), ("heavy", heavy, 2)):
             said = f"{name} {kind} op of {size} numbers"
             yield Probe(said, call, tensors * one.nbytes, _calls(size))
-
-
-def _casts(x: torch.Tensor, low: torch.Tensor) -> Iterator[Probe]:
-    for size in SIZES:
-        cast = partial(low[:size].copy_, x[:size])
-        moved = x[:size].nbytes + low[:size].nbytes
-        yield Probe(f"cast of {size} numbers", cast, moved, _calls(size))
 
 
 def _calls(size: int) -> int:

@@ -214,7 +214,7 @@ class _Emitter:
             given = {**kwargs, "dtype": self.low if is_low else HIGH_DTYPE}
             # In the schema's order, as a tracer writes keywords: a second run of the
             # pass on its own result then changes nothing.
-            order = [argument.name for argument in compat.schema(node.target).arguments]
+            order = compat.argument_names(node.target)
             kwargs = {name: given[name] for name in sorted(given, key=order.index)}
         return args, kwargs
 

@@ -66,7 +66,17 @@ def with_sums(
 
     def edit(graph: fx.Graph) -> None:
         for node, cast in [*found(graph)]:
-            _widen(node, cast)
+            how: dict[str, Any] = {"wide": True}
+            if TURNED[node.target]:
+                how["turned"] = True
+            if cast.target is scaled_result:
+                how["loss_scale"] = cast.args[1]
+            # No write and no change of grad mode lies between the two.
+            cast.prepend(node)
+            node.target, node.kwargs = product, how
+            node.meta["val"] = cast.meta["val"]
+            cast.replace_all_uses_with(node)
+            graph.erase_node(cast)
 
     return edited(gm, edit, finds=lambda graph: any(found(graph)))
 
@@ -89,20 +99,6 @@ def _widened_by(node: fx.Node) -> fx.Node | None:
     if not widens or not _is_low(node) or not all(map(_is_low, node.args)):
         return None
     return cast if _nothing_between(node, cast) else None
-
-
-def _widen(node: fx.Node, cast: fx.Node) -> None:
-    how: dict[str, Any] = {"wide": True}
-    if TURNED[node.target]:
-        how["turned"] = True
-    if cast.target is scaled_result:
-        how["loss_scale"] = cast.args[1]
-    # No write and no change of grad mode lies between the two.
-    cast.prepend(node)
-    node.target, node.kwargs = product, how
-    node.meta["val"] = cast.meta["val"]
-    cast.replace_all_uses_with(node)
-    node.graph.erase_node(cast)
 
 
 def _nothing_between(first: fx.Node, last: fx.Node) -> bool:
@@ -156,7 +152,25 @@ def with_weight_gradients(
 
     def edit(graph: fx.Graph) -> None:
         for node, weight in [*found(graph)]:
-            _give(node, weight)
+            data, _, bias = _operands(node)
+            other = None if bias is data else _as_weight(bias, node)
+            # The bias is read itself as well, where it is a weight whose gradient is
+            # unscaled like that of the product's weight.
+            of_bias = other if other is not None and other.edge == weight.edge else None
+            given: tuple[Any, ...] = () if bias is None else (bias,)
+            how = dict(node.kwargs)
+            turned = how.pop("turned", False) or TURNED.get(node.target, False)
+            if turned != (len(weight.calls) > 1):
+                how["turned"] = True
+            if weight.edge:
+                how["edge"] = weight.edge
+            if of_bias is not None:
+                given = of_bias.given
+            args = data, *weight.given, *given
+            node.target, node.args, node.kwargs = product, args, how
+            for each in (weight, of_bias):
+                for call in reversed(each.calls if each is not None else ()):
+                    graph.erase_node(call)
 
     return edited(gm, edit, finds=lambda graph: any(found(graph)))
 
@@ -193,27 +207,6 @@ def _as_weight(read: Any, reader: fx.Node) -> _Weight | None:
     if not alone or not _nothing_between(use, reader):
         return None
     return _Weight(calls, (weight, copy), tuple(edge))
-
-
-def _give(node: fx.Node, weight: _Weight) -> None:
-    """Has a product read a weight itself, and its bias if that is one as well."""
-    data, _, bias = _operands(node)
-    found = None if bias is data else _as_weight(bias, node)
-    # The gradients of both are unscaled alike.
-    of_bias = found if found is not None and found.edge == weight.edge else None
-    given: tuple[Any, ...] = () if bias is None else (bias,)
-    how = dict(node.kwargs)
-    turned = how.pop("turned", False) or TURNED.get(node.target, False)
-    if turned != (len(weight.calls) > 1):
-        how["turned"] = True
-    if weight.edge:
-        how["edge"] = weight.edge
-    if of_bias is not None:
-        given = of_bias.given
-    node.target, node.args, node.kwargs = product, (data, *weight.given, *given), how
-    for each in (weight, of_bias):
-        for call in reversed(each.calls if each is not None else ()):
-            node.graph.erase_node(call)
 
 
 # -- nodes -----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from autoamp.training.blame.culprit import (
     last_bad_gradient,
     near,
 )
-from autoamp.training.blame.remedy import REPEATED, Remedy
+from autoamp.training.blame.remedy import REPEATED
 from autoamp.training.blame.trail import Step
 from autoamp.training.ledger import GraphRun
 from autoamp.training.model_scaling import ModelScaling
@@ -132,7 +132,18 @@ def _watch(
     scaling.skip_watch.begin(mine, scale, by)
     remedy = scaling.skip_watch.remedy_for(mine, records)
     if remedy is not None:
-        _remedy(scaling, remedy, why)
+        proposal = f"autoamp.convert(model, {remedy})"
+        if scaling.by_variables:
+            proposal = remedy.advice(by_variables=True)
+        logger.warning(
+            "autoamp: %s: %d steps in a row were skipped (%s). "
+            "%s would keep that in fp32; "
+            "autoamp.find_overflow(model, *inputs) tries rules until one cures it",
+            scaling.label,
+            REPEATED,
+            why,
+            proposal,
+        )
     return remedy is not None
 
 
@@ -207,22 +218,6 @@ def _with_bad_gradients(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The members of `params` whose gradient is not finite."""
     pairs = [(p, p.grad) for p in params if p.grad is not None]
     return [p for p, g in pairs if bool(compat.any_not_finite([g]))]
-
-
-def _remedy(scaling: ModelScaling, remedy: Remedy, why: str) -> None:
-    """Names the remedy, which the user applies."""
-    proposal = f"autoamp.convert(model, {remedy})"
-    if scaling.by_variables:
-        proposal = remedy.advice(by_variables=True)
-    logger.warning(
-        "autoamp: %s: %d steps in a row were skipped (%s). "
-        "%s would keep that in fp32; "
-        "autoamp.find_overflow(model, *inputs) tries rules until one cures it",
-        scaling.label,
-        REPEATED,
-        why,
-        proposal,
-    )
 
 
 def _say_standstill(scaling: ModelScaling, why: str) -> None:
