@@ -114,7 +114,8 @@ element to 1 where a gradient is not finite.  `torch.amp.GradScaler` uses it too
 
 def infinities_to_nan_(grads: Sequence[torch.Tensor]) -> None:
     """Makes the infinities in fp32 `grads`, of one device, NaN, without a wait."""
-    # x + 0 (x - x), in one op for all.
+    # x + 0 (x - x), in one op for all: x itself where x is finite, and NaN where it is
+    # infinite, since an infinity less itself is NaN.
     torch._foreach_lerp_([*grads], [*grads], 0.0)
 
 

@@ -21,6 +21,15 @@ from autoamp_said import logger_of
 
 logger = logger_of(__name__)
 
+# NOTE: two looks at a gradient.
+#
+# The kernel that unscales a gradient at the edge of a graph looks at it in the same
+# pass over memory, and its flag moves the loss scale.  That flag cannot decide a step:
+# gradients of code outside of graphs pass no edge, and a script may zero or replace a
+# gradient that has overflowed.  So a step reads the gradients that it is given.  From
+# that look `clip_grad_value_` would hide an infinity, which it clamps to its limit: the
+# edge hands an infinity on as NaN, which a clamp leaves as it is.
+
 _guards: weakref.WeakSet[ModelScaling] = weakref.WeakSet()
 _changes = [0]
 """The number of changes of `_guards` so far."""

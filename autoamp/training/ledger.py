@@ -371,6 +371,8 @@ def _move(scaling: ModelScaling, runs: Sequence[GraphRun], *, counts: bool) -> N
             cured = run.entered.to(device).isfinite()
             flag = flag * (cured | (run.used.to(device) > 1) if counts else cured)
         found = found.maximum(flag)
+        # The lowest scale of a run that overflowed: the new scale must be below it, or
+        # that run would overflow again.
         at = torch.where(flag != 0, run.used.to(device), torch.inf).reshape(())
         used = at if used is None else used.minimum(at)
         if run.recorded:
@@ -380,6 +382,8 @@ def _move(scaling: ModelScaling, runs: Sequence[GraphRun], *, counts: bool) -> N
     if groups:
         found, dirty, largest = _agreed(groups, found, dirty, largest)
         used = runs[0].used.reshape(()) if used is None else used
+    # Wherever the host may not read a flag, `found` stays a tensor, and so does all
+    # that follows from it: no backward waits for the device to move a scale.
     if dirty and free_to_read(found) and not found:
         counts = False  # an overflow that lowers no scale is not clean either
     wants_size = scale.wants_size and (counts or dirty)

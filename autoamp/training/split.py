@@ -225,6 +225,7 @@ class Chunk:
         size = _SLICE if low.is_cpu else ELSEWHERE
         for some, rest in zip(bits.split(size), low.split(size), strict=True):
             some.add_(rest)
+        # From 2**15 below the parameter to 2**15 above it.
         bits[self._ties[piece]] += 1 << 16
         if parts is None:
             return []
@@ -255,7 +256,15 @@ class Chunk:
         start, stop = self.pieces[piece]
         flat, low = self._flat[: stop - start], self._low[start:stop]
         bits = flat.view(torch.int32)
-        low.copy_(bits)  # the lower 16 bits: the conversion drops the upper ones
+        # The bits of a bf16 number, as an fp32 one, end in 16 zeros.  So the difference
+        # of master and parameter, as bits, is the lower half of the master's bits, but
+        # for a multiple of 2**16; the conversion drops the upper half.  As a number
+        # with a sign that half lies between -2**15 and 2**15, and so does the
+        # difference, since the parameter is the nearest bf16 number: both are one
+        # number, and the sum in `_join` has every bit of the master.
+        low.copy_(bits)
+        # But for ties that were rounded down: 2**15 above the parameter, which 16 bits
+        # show as 2**15 below it.
         at = _ties_in(low)
         rest = bits[at] - flat[at].bfloat16().float().view(torch.int32)
         self._ties[piece] = at[rest != _TIE]

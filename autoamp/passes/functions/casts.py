@@ -53,6 +53,8 @@ class LowWeight(torch.autograd.Function):
         inv: Tensor | None,
         found_inf: Tensor | None,
     ) -> Tensor:
+        # Autograd sums in this dtype.  (In bf16 a sum of ones ends at 256: the next
+        # number is 258, and 257 is rounded back to even digits.)
         ctx.dtype, ctx.edge = weight.dtype, (inv, found_inf)
         ctx.plain = weight.is_contiguous()
         # Returned itself, the cached copy would be marked by autograd: it would require

@@ -101,6 +101,7 @@ def _of_weight(
     grad, data = (t.contiguous(memory_format=last) for t in (grad, data))
     rows, columns = weight.shape[2:]
     parts = -(-columns // COLUMNS)
+    # The parts are columns of the result: no sum is cut in two and rounded twice.
     edges = [at * columns // parts for at in range(parts + 1)]
     found = []
     for begin, end in itertools.pairwise(edges):

@@ -83,6 +83,8 @@ class _Rows(NamedTuple):
     epsilon: float
 
 
+# At 32 the low kernels have 14 binary digits left, more than the 11 of fp16 and the 8
+# of bf16, to which the gradient of the data is rounded.
 _FAR = 32.0
 """How many times its spread the mean of a row may be for the low kernels.
 

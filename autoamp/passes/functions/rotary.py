@@ -54,8 +54,10 @@ class _Rotary(torch.autograd.Function):
             crossed = _joined(second, first, sine, pairs=pairs)
             of_data = _written_out(grad.to(HIGH_DTYPE), cosine, crossed, -sign, pairs)
         else:
-            # A rotation is undone by the opposite sign, with the sines of the halves
-            # exchanged.
+            # With y1 = x1 * c1 + s * x2 * s1 and y2 = x2 * c2 - s * x1 * s2, and g the
+            # gradient of y, that of x1 is g1 * c1 - s * g2 * s2, and that of x2 is
+            # g2 * c2 + s * g1 * s1: the same with the sign turned, and the sines of the
+            # halves exchanged.
             wide = widened(grad)
             of_data = _turned(wide, cosine, second, first, -sign, pairs=pairs)
         return of_data.to(dtype), None, None, None, None, None, None

@@ -49,6 +49,8 @@ class Form:
             if number.terms.keys() <= {_ONE}:
                 by = number.terms.get(_ONE, 0.0)
                 return Form({p: c * by for p, c in rest.terms.items() if c * by})
+        # A bracket stays one factor.  Multiplied out, a sum whose terms nearly cancel
+        # keeps the rounding of each term: equal for real numbers, and not in fp32.
         left, right = self._product(), other._product()
         factors = dict(left[0])
         for factor, exponent in right[0]:

@@ -25,6 +25,17 @@ from autoamp.passes.ops import (
 from autoamp.passes.see.parts import SEVERAL
 from autoamp.passes.see.regions import CONTROL_FLOW
 
+# NOTE: what a call is known again by.
+#
+# The layers of a model make the same calls, and a trace finds by running each of them
+# which op it comes to.  A call that was met before is recorded and not run.  So its key
+# has all that torch may choose an op by: the function, the mode of gradients, numbers
+# with their types, and of each tensor the dtype, the device, whether it is trained, and
+# which operands are one tensor; shape and strides too, unless the function is known to
+# come to one op for all shapes.  The result is the tensor that Dynamo has made for the
+# call.  A call that cannot be compared is run as ever: a cache that knows too little
+# costs time, and one that takes two calls for one would record another program.
+
 _ONE_OP = frozenset(
     {
         functional.batch_norm,
