@@ -22,11 +22,13 @@ def commands_of(
 
 def reference(group: click.Group) -> str:
     """A heading for each command, with its help, its usage and its options."""
-    return "\n\n".join(_section(words, each) for words, each in commands_of(group))
+    top = click.Context(group, **group.context_settings)
+    return "\n\n".join(_section(words, each, top) for words, each in commands_of(group))
 
 
-def _section(words: str, command: click.Command) -> str:
-    context = click.Context(command, info_name=words)
+def _section(words: str, command: click.Command, top: click.Context) -> str:
+    # A command keeps the first help option that is made of it, with its parent's names.
+    context = click.Context(command, top, info_name=words)
     usage = f"{words} {' '.join(command.collect_usage_pieces(context))}"
     parts = [f"### {words}", _prose(command.help or ""), f"```\n{usage}\n```"]
     options = [p for p in command.params if isinstance(p, click.Option)]

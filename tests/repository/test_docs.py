@@ -160,17 +160,19 @@ def check_module(name: str) -> None:
         assert path.is_dir() or path.with_suffix(".py").exists(), name
 
 
-def parse(command: click.Command, arguments: list[str]) -> None:
+def parse(
+    command: click.Command, arguments: list[str], parent: click.Context | None = None
+) -> None:
     """What click does before it runs a command, less looking for files."""
     name = command.name or "autoamp"
     as_given = mock.patch.object(click.Path, "convert", lambda self, value, *_: value)
     with as_given, contextlib.suppress(click.exceptions.Exit):  # --help
-        context = command.make_context(name, list(arguments))
+        context = command.make_context(name, list(arguments), parent)
         if isinstance(command, click.Group) and arguments:
             rest = [*context._protected_args, *context.args]
             _, found, left = command.resolve_command(context, rest)
             assert found is not None
-            parse(found, left)
+            parse(found, left, context)
 
 
 @pytest.mark.parametrize("block", CONSOLE, ids=lambda block: block.where)
