@@ -25,8 +25,8 @@ from autoamp.passes.options import (
 )
 from autoamp.passes.rules import Rules
 from autoamp.passes.see.nodes import graph_paths
-from autoamp.report.report import Report
-from autoamp.report.reporting import report_on
+from autoamp.reports.report import Report
+from autoamp.reports.reporting import report_on
 from autoamp.runtime.conversion import REVERTED, conversion_of
 from autoamp.runtime.convert import convert_model, revert_model
 from autoamp.runtime.eligible import choose_graph_precision, fits, unfitting

@@ -100,7 +100,7 @@ def _report(path: str) -> Any:
 
         return plan_in(path)[1]
     if path.endswith((".html", ".htm")):
-        from autoamp.report.page.read import page_at, report_of_page
+        from autoamp.reports.page.read import page_at, report_of_page
 
         return report_of_page(path, page_at(path))
     from autoamp.passes.saved_reports import load

@@ -19,7 +19,7 @@ REPO = Path(__file__).resolve().parents[1]
 
 _WAITS = """
 import json, os, runpy, sys
-import torch, torch._dynamo, autoamp, autoamp_autoload
+import torch, torch._dynamo, autoamp.api, autoamp.auto.switch, autoamp_autoload
 for line in sys.stdin:
     given = json.loads(line)
     child = os.fork()

@@ -19,7 +19,7 @@ import weakref
 from pathlib import Path
 
 from autoamp.files import write_whole
-from autoamp.report.reporting import report_of
+from autoamp.reports.reporting import report_of
 from autoamp.runtime.conversion_record import Record
 from autoamp.runtime.engine import Engine
 from autoamp_said import logger_of, own_rank

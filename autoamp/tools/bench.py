@@ -11,7 +11,7 @@ from typing import Any
 from autoamp.messages import bytes_text, seconds_text
 from autoamp.passes.speeds.clock import surely_less
 from autoamp.printed import Line, Printed, Table
-from autoamp.report.findings import update_text
+from autoamp.reports.findings import update_text
 from autoamp.training.meter import UpdateShare
 
 SCHEMA = 1

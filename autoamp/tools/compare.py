@@ -42,7 +42,7 @@ from autoamp.passes.report_rows import OpRow
 from autoamp.passes.write.dtensor_calls import crossed, stands_in
 from autoamp.passes.write.emitted import stands_for
 from autoamp.printed import Line, Printed, Table
-from autoamp.report.reporting import report_of
+from autoamp.reports.reporting import report_of
 from autoamp.runtime.eligible import required_precision
 from autoamp.runtime.examine import (
     before_rewrite,

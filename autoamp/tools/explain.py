@@ -14,8 +14,8 @@ from torch import nn
 
 from autoamp.messages import class_name
 from autoamp.passes.decide.devices import device_of, named_device
-from autoamp.report.report import Report
-from autoamp.report.reporting import report_of
+from autoamp.reports.report import Report
+from autoamp.reports.reporting import report_of
 from autoamp.runtime.eligible import choose_precision, home_of
 from autoamp.runtime.examine import (
     checked_model,

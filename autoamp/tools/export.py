@@ -21,8 +21,8 @@ from autoamp.dtypes import parse_low_dtype
 from autoamp.messages import class_name, log_once
 from autoamp.passes.decide.devices import named_device
 from autoamp.passes.kernels.table import CHANNELS_LAST
-from autoamp.report.report import Report
-from autoamp.report.reporting import report_of
+from autoamp.reports.report import Report
+from autoamp.reports.reporting import report_of
 from autoamp.runtime.conversion import conversion_of
 from autoamp.runtime.eligible import (
     choose_precision,

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.passes.check.saved_bytes import bytes_held, storage_key, tensors_saved
 from autoamp.passes.write.emitted import CAST_KIND, WEIGHT_PATH
-from autoamp.report.figures import Document, StepMemory
+from autoamp.reports.figures import Document, StepMemory
 from autoamp_said import logger_of
 
 logger = logger_of(__name__)

@@ -320,9 +320,6 @@ BACKWARDS = Backwards()
 """The backwards of the whole process: one may go through several models."""
 
 
-_CLEAN = compat.clear_flag()
-
-
 def _fills_weights(leaves: Sequence[torch.Tensor], before: Sequence[Any]) -> bool:
     """Whether the running backward computes gradients of weights, or may do so.
 
@@ -359,10 +356,8 @@ def _move(scaling: ModelScaling, runs: Sequence[GraphRun], *, counts: bool) -> N
         for flag in run.found_inf
         if not free_to_read(flag) or flag
     ]
-    found, used = _CLEAN, None
-    if flags:
-        found = compat.clear_flag(flags[0][1].device)
-        device = found.device
+    device = flags[0][1].device if flags else torch.device("cpu")
+    found, used = compat.clear_flag(device), None
     for run, each in flags:
         flag = each.to(device)
         if run.entered is not None:

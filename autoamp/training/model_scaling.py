@@ -164,6 +164,7 @@ class ModelScaling:
         by_variables: whether environment variables gave the options of the conversion.
         find_models: gives the converted model and its deep copies; None for functions
             that are compiled.
+        unscaled: the scale of runs that the model's own is not in force for.
         ledger: the events since the conversion.
         skip_watch: watches the runs after a skipped step.
     """
@@ -175,6 +176,7 @@ class ModelScaling:
     automatic: bool = False
     by_variables: bool = False
     find_models: Callable[[ModelScaling], Sequence[torch.nn.Module]] | None = None
+    unscaled: LossScale = field(default_factory=NoLossScale)
     ledger: ModelLedger = field(default_factory=ModelLedger)
     skip_watch: SkipWatch = field(default_factory=SkipWatch)
 
@@ -212,7 +214,7 @@ class ModelScaling:
     @property
     def loss_scale(self) -> LossScale:
         """The scale in force."""
-        return _UNSCALED if self.ledger.foreign else self.own_scale
+        return self.unscaled if self.ledger.foreign else self.own_scale
 
     @property
     def wants_size(self) -> bool:
@@ -225,8 +227,5 @@ class ModelScaling:
         # Anomaly detection raises at the first NaN of a backward, also where a skipped
         # step would mend it; a script that was never changed must not fail.
         if self.automatic and (not self.ledger.stepped or torch.is_anomaly_enabled()):
-            return _UNSCALED
+            return self.unscaled
         return self.loss_scale
-
-
-_UNSCALED = NoLossScale()

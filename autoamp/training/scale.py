@@ -53,7 +53,6 @@ _UNTIL, _LENT = "steps_until_look", "doublings_lent"
 _CLIMB_FIELDS = frozenset({_LEFT, _SEEN, _UNTIL, _LENT})
 """The additional fields in the state of a scale that climbs."""
 
-_NO = torch.tensor(False, dtype=torch.bool, device="cpu")
 _FP32 = torch.finfo(torch.float32)
 _LONGEST = torch.iinfo(torch.int32).max
 
@@ -312,7 +311,7 @@ class DynamicLossScale(LossScale):
         super().__init__(init_scale)
         self._tracker = scalar(0, torch.int32)
         self._patience = scalar(hysteresis, torch.int32)
-        self._found = self._stuck = _NO
+        self._no = self._found = self._stuck = scalar(False, torch.bool)
         self._overflowed_at = self._scale
         if climbs is None:
             climbs = init_scale == INIT_SCALE and hysteresis == 1
@@ -351,7 +350,7 @@ class DynamicLossScale(LossScale):
         if readable and int(self._tracker) + counts < self.growth_interval:
             # Nothing moves, as in nearly every backward.
             self._tracker = self._tracker + int(counts)
-            self._found = self._stuck = _NO
+            self._found = self._stuck = self._no
             return
         overflow, device = found_inf.reshape(()), found_inf.device
         before = self._scale.to(device)
@@ -370,7 +369,7 @@ class DynamicLossScale(LossScale):
                 overflow != 0, used, self._overflowed_at.to(device)
             )
         else:
-            self._found = self._stuck = _NO
+            self._found = self._stuck = self._no
         compat.update_scale(
             scale,
             tracker,
@@ -656,24 +655,9 @@ def resolve_loss_scale(given: Any, low: torch.dtype) -> LossScale:
 
 
 def scalar(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A 0-dim tensor that is never written to; a usual value has one shared tensor."""
-    usual = _USUAL.get((value, dtype))
-    if usual is not None:
-        return usual
+    """A 0-dim tensor that is never written to."""
     # The device is named because `torch.set_default_device` changes the default.
     return torch.tensor(value, dtype=dtype, device="cpu")
-
-
-_USUAL = {
-    (value, dtype): torch.tensor(value, dtype=dtype, device="cpu")
-    for dtype, values in (
-        (torch.float32, (0.0, 1.0, INIT_SCALE)),
-        (torch.int32, (0, 1)),
-        (torch.int64, (0,)),
-    )
-    for value in values
-}
-"""Values most scales begin with: a program with many models makes them only once."""
 
 
 def free_to_read(flag: torch.Tensor) -> bool:

@@ -36,7 +36,7 @@ SPEAK_PYTHON = {
     "runtime/eligible.py": "no variable gives `keep`; compiled models are not declined",
     "runtime/compile_backend.py": "an example of a call of torch.compile",
     "passes/decide/pins.py": "a report, which names options of `convert`",
-    "report/findings.py": "likewise",
+    "reports/findings.py": "likewise",
     "tools/export_onnx.py": "the answer to a call of `export`, made in Python",
     "tools/export_results.py": "likewise",
 }

@@ -4,9 +4,9 @@ from autoamp.messages import FULL_WIDTH, WIDTH, bytes_text, seconds_text
 from autoamp.passes.decide.mincut import energy
 from autoamp.passes.decide.policies import POLICIES, project
 from autoamp.passes.report_rows import ALL_FP32
-from autoamp.report.casts import cast_counts
-from autoamp.report.page.drawing import MOST_NODES
-from autoamp.report.why import Flips
+from autoamp.reports.casts import cast_counts
+from autoamp.reports.page.drawing import MOST_NODES
+from autoamp.reports.why import Flips
 from autoamp.runtime.conversion import conversion_of
 from autoamp.tools.count import Counts, count_ops
 from autoamp.training.sentinels import copies_of

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import autoamp
-from autoamp.report.page import costs
+from autoamp.reports.page import costs
 from tests.report.inside import ALL_FP32, MOST_NODES, Flips
 from tests.report.page_models import EVIL, explained, layers_report
 from tests.says import says

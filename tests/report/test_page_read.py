@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from autoamp.passes.saved_reports import diff, load
-from autoamp.report.page.read import page_at, report_of_page
+from autoamp.reports.page.read import page_at, report_of_page
 from autoamp_cli import main
 from tests.report.page_models import Layers, explained
 from tests.says import says

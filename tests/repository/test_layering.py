@@ -51,7 +51,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"passes"}),
     frozenset({"training"}),
     frozenset({"runtime"}),
-    frozenset({"report"}),
+    frozenset({"reports"}),
     frozenset({"tools"}),
     frozenset({"api"}),
     frozenset({"auto"}),

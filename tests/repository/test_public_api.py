@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -101,6 +104,63 @@ def test_names() -> None:
     assert issubclass(autoamp.OptionError, ValueError)
     assert issubclass(autoamp.UnsupportedModelError, TypeError)
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", autoamp.__version__)
+
+
+def test_a_name_comes_from_the_module_that_type_checkers_are_told() -> None:
+    tree = ast.parse(inspect.getsource(autoamp))
+    told = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("autoamp.")
+        for alias in node.names
+    }
+    homes = {n: home for home, names in autoamp._HOMES.items() for n in names.split()}
+    assert homes == told
+    assert homes.keys() == NAMES
+
+
+def python(program: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    """Torch takes seconds to import, and Dynamo seconds more."""
+    program = "import sys, autoamp; print(sorted({'torch', 'rich'} & {*sys.modules}))"
+    assert python(program) == "[]\n"
+
+
+FIRST_NAME = """
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+import autoamp
+with {mode}:
+    autoamp.convert
+torch.manual_seed(0)
+model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(4, 8)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+autoamp.convert(model, optimizer, precision="fp16", do_no_harm=False)
+for _ in range(2):
+    before = model[0].weight.detach().clone()
+    model(x).sum().backward()
+    optimizer.step()
+    print(bool(torch.equal(before, model[0].weight)))
+    optimizer.zero_grad()
+print(type(autoamp.report(model).loss_scale.scale))
+"""
+
+
+@pytest.mark.parametrize(
+    "mode", ["FakeTensorMode()", "torch.inference_mode()", "torch.device('meta')"]
+)
+def test_the_first_name_may_be_asked_for_in_any_mode(mode: str) -> None:
+    """The modules that the name brings along make no tensors: these had the mode."""
+    out = python(FIRST_NAME.format(mode=mode))
+    assert out.splitlines() == ["False", "False", "<class 'float'>"]
 
 
 @pytest.mark.parametrize("name", REMOVED)

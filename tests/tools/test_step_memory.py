@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import autoamp
 from autoamp.messages import bytes_text
 from autoamp.passes.check.saved_bytes import bytes_held, saved_bytes, storage_key
-from autoamp.report.figures import StepMemory
+from autoamp.reports.figures import StepMemory
 from tests.models import BY_NAME, Case
 
 SEVEN = ("gpt2", "llama", "bert", "t5", "vit", "resnet", "convnext")

@@ -30,7 +30,7 @@ from autoamp.passes.decide.problem import build_problem, least_cost
 from autoamp.passes.decide.verdict import Classified, Mode, Verdict
 from autoamp.passes.report_rows import costs_of
 from autoamp.passes.see.facts import FP32, Facts, NodeFacts, Operand
-from autoamp.report.why import Again
+from autoamp.reports.why import Again
 
 __all__ = [
     "FP32",

@@ -23,7 +23,7 @@ from autoamp.passes.graph_record import Rewritten
 from autoamp.passes.report_rows import FP32, CastRow, OpRow, Section, allow_in_fp32
 from autoamp.passes.see.facts import FP32 as READ_IN_FP32
 from autoamp.passes.write.layouts import LAST
-from autoamp.report.figures import amount
+from autoamp.reports.figures import amount
 
 MEANINGS = {
     "allow": "safe and worth it in low precision",

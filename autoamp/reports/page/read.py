@@ -11,7 +11,7 @@ from autoamp.errors import OptionError
 from autoamp.messages import printable_line
 from autoamp.passes.report_rows import SCHEMA, VERSION, SavedReport
 from autoamp.passes.saved_reports import report_in
-from autoamp.report.page.data import PAGE_SCHEMA, PAGE_VERSION
+from autoamp.reports.page.data import PAGE_SCHEMA, PAGE_VERSION
 
 _DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.S)
 

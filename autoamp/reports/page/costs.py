@@ -20,8 +20,8 @@ from typing import Any
 from autoamp.passes.decide.ceiling import low_under_autocast, root_of
 from autoamp.passes.decide.verdict import CEILING
 from autoamp.passes.report_rows import FP32, OpRow, Section
-from autoamp.report.page.drawing import Box
-from autoamp.report.why import (
+from autoamp.reports.page.drawing import Box
+from autoamp.reports.why import (
     Flip,
     Flips,
     root_text,

@@ -13,11 +13,11 @@ from torch import fx
 
 from autoamp.files import write_whole
 from autoamp.messages import WIDTH, as_text, plain_console, printable
-from autoamp.report import export, why
-from autoamp.report.figures import Document
-from autoamp.report.findings import advice_of, because_of
-from autoamp.report.page.data import page_of
-from autoamp.report.terminal import full_of, summary_of
+from autoamp.reports import export, why
+from autoamp.reports.figures import Document
+from autoamp.reports.findings import advice_of, because_of
+from autoamp.reports.page.data import page_of
+from autoamp.reports.terminal import full_of, summary_of
 
 
 @dataclass(frozen=True, repr=False, eq=False)

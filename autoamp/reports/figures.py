@@ -41,7 +41,7 @@ from autoamp.passes.report_rows import (
 )
 from autoamp.passes.rules import family
 from autoamp.passes.see.facts import NodeFacts
-from autoamp.report.casts import CastCounts, cast_counts
+from autoamp.reports.casts import CastCounts, cast_counts
 from autoamp.training.meter import UpdateShare
 
 SECONDS = UNIT_NS * 1e-9

@@ -27,7 +27,7 @@ from autoamp.passes.report_rows import (
 )
 from autoamp.passes.see.nodes import tensors_of
 from autoamp.passes.write.emitted import is_use
-from autoamp.report.figures import Document
+from autoamp.reports.figures import Document
 
 _COLOURS = {FP32: "#f4c7a1", **dict.fromkeys(LOW_DTYPES, "#a9cdf0")}
 _CAST_COLOUR = "#e3e3e3"

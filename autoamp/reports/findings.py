@@ -21,8 +21,8 @@ from autoamp.messages import (
 from autoamp.passes.functions import laid_out
 from autoamp.passes.report_rows import OpRow
 from autoamp.passes.write.layouts import LAST
-from autoamp.report.casts import compiled_text, counts_text
-from autoamp.report.figures import (
+from autoamp.reports.casts import compiled_text, counts_text
+from autoamp.reports.figures import (
     Document,
     Headline,
     Prediction,

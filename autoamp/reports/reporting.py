@@ -9,8 +9,8 @@ from torch import nn
 from autoamp import compat
 from autoamp.dtypes import NARROWEST
 from autoamp.messages import class_name
-from autoamp.report.figures import LossScaleReport, Range, coverage_of, ranges_of
-from autoamp.report.report import Report
+from autoamp.reports.figures import LossScaleReport, Range, coverage_of, ranges_of
+from autoamp.reports.report import Report
 from autoamp.runtime.conversion import conversion_of
 from autoamp.runtime.conversion_record import Record
 from autoamp.training import half_models

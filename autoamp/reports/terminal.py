@@ -31,8 +31,8 @@ from autoamp.messages import (
     shorten,
 )
 from autoamp.passes.report_rows import CastRow, Costs, OpRow, Section
-from autoamp.report.casts import compiled_text, counts_text, unrounded
-from autoamp.report.figures import (
+from autoamp.reports.casts import compiled_text, counts_text, unrounded
+from autoamp.reports.figures import (
     Coverage,
     Document,
     LossScaleReport,
@@ -40,7 +40,7 @@ from autoamp.report.figures import (
     WeightRow,
     amount,
 )
-from autoamp.report.findings import (
+from autoamp.reports.findings import (
     FOOTNOTE,
     NOTHING_YET,
     WAYS,

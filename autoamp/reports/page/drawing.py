@@ -27,9 +27,9 @@ from autoamp.passes.report_rows import OpRow, Section, target_name
 from autoamp.passes.see.facts import NodeFacts
 from autoamp.passes.see.nodes import tensors_of
 from autoamp.passes.write.emitted import is_use
-from autoamp.report.export import precision_of
-from autoamp.report.page.folding import Fold, FoldedPath, Path, folded
-from autoamp.report.why import undecided
+from autoamp.reports.export import precision_of
+from autoamp.reports.page.folding import Fold, FoldedPath, Path, folded
+from autoamp.reports.why import undecided
 
 MOST_NODES = 40
 """A module with more nodes of its own is drawn in parts of at most this many."""

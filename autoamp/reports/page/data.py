@@ -46,8 +46,8 @@ from autoamp.messages import (
     shorten,
 )
 from autoamp.passes.report_rows import FP32, CastRow, OpRow, Section
-from autoamp.report.figures import Document, Headline, stayed_groups
-from autoamp.report.findings import (
+from autoamp.reports.figures import Document, Headline, stayed_groups
+from autoamp.reports.findings import (
     ERROR,
     FOOTNOTE,
     NOTHING_YET,
@@ -56,10 +56,10 @@ from autoamp.report.findings import (
     memory_text,
     runs_low,
 )
-from autoamp.report.page.costs import changes_of, costs_of_boxes
-from autoamp.report.page.drawing import Drawing
-from autoamp.report.terminal import cost_text
-from autoamp.report.why import MEANINGS, Flips
+from autoamp.reports.page.costs import changes_of, costs_of_boxes
+from autoamp.reports.page.drawing import Drawing
+from autoamp.reports.terminal import cost_text
+from autoamp.reports.why import MEANINGS, Flips
 
 NOTHING = "Nothing is converted: the model runs in fp32, as before."
 
