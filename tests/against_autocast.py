@@ -52,7 +52,7 @@ def ratios(
     gm = rewrite_graph(graph, leaves(draws(0)), options, low, device=on).gm
     squares: list[list[float]] = []
     for seed in seeds:
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         for module in model.modules():
             if isinstance(module, nn.Linear):
                 module.reset_parameters()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import sys
 from collections.abc import Callable
@@ -147,8 +148,12 @@ def test_an_error_in_a_capture_leaves_the_process_as_it_was(
     assert sum(map(bool, reached)) > len(reached) / 2
 
 
+@functools.cache
 def points_of(warm: bool, count: int) -> list[int]:
-    """Points all over a capture: half evenly, half more densely at its beginning."""
+    """Points all over a capture: half evenly, half more densely at its beginning.
+
+    To count the calls takes as long as a test, and both errors have the same points.
+    """
     torch._dynamo.reset()
     model = autoamp.convert(Regions(), **BF16)
     if warm:

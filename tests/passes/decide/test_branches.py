@@ -132,7 +132,7 @@ def test_gradients_that_cancel_are_as_true_as_under_autocast(
     )
     squares = [torch.zeros(3, dtype=torch.float64) for _ in range(2)]
     for seed in range(SEEDS):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         plain = Program(function)
         ours.load_state_dict(plain.state_dict())
         x, loss = torch.randn(6, 5, WIDTH), torch.randn(6, 5, WIDTH)
