@@ -156,7 +156,8 @@ class Bench(Printed):
             f"(± {ours.ratio_sigma:.2f})"
         )
         if helps:
-            return Answer(True, f"yes: {figure}")
+            times = 1 / (ours.ratio or 1.0)
+            return Answer(True, f"yes: {figure}, and is {times:.2f} times as fast")
         if self.no_gain:
             return Answer(helps, f"no: {self.no_gain}. As measured, {figure}")
         no = "no gain was measured" if helps is None else "no"

@@ -85,13 +85,16 @@ def with_times(ratio: float, **given: Any) -> autoamp.Bench:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "helps", "start"), [(0.5, True, "yes"), (1.2, False, "no")]
+    ("ratio", "helps", "start", "end"),
+    [(0.71, True, "yes", ", and is 1.41 times as fast"), (1.2, False, "no", "")],
 )
-def test_the_answer_is_one_figure(ratio: float, helps: bool, start: str) -> None:
+def test_the_answer_is_one_figure(
+    ratio: float, helps: bool, start: str, end: str
+) -> None:
     found = with_times(ratio).answer
     assert found.helps is helps
     figure = f"with autoamp a training step takes {ratio:.2f} of fp32's time (± 0.01)"
-    assert found.sentence == f"{start}: {figure}"
+    assert found.sentence == f"{start}: {figure}{end}"
 
 
 def test_times_that_are_alike_are_no_gain() -> None:
