@@ -296,16 +296,6 @@ def not_captured(skipped: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 # -- names and places ------------------------------------------------------------------
 
 
-def brief(reason: str, room: int) -> str:
-    """The first clauses of `reason` that fit in `room` characters, else its words."""
-    if len(reason) <= room:
-        return reason
-    ends = [m.start() for m in re.finditer(r"[;:,] ", reason) if m.start() <= room]
-    if ends and ends[-1] >= room // 2:
-        return reason[: ends[-1]]
-    return reason[: room - 1].rpartition(" ")[0] + "…"
-
-
 def shorten(source: str) -> str:
     """`source` with its path relative to `site-packages` or the working directory."""
     shorter = _SITE.sub("", source)

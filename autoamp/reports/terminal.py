@@ -19,7 +19,6 @@ from rich.text import Text
 from autoamp import compat
 from autoamp.messages import (
     advice,
-    brief,
     bytes_text,
     counted,
     lines,
@@ -55,9 +54,6 @@ from autoamp.training.scale import NoLossScale
 
 LISTED = 3
 """Entries of each list of the summary; the rest are counted."""
-
-LINE = 78
-"""Columns of a line after its indentation, on a terminal of 80 columns."""
 
 _MOST = 8
 """Entries of each list of the whole report."""
@@ -113,7 +109,8 @@ def _gains(report: Document, low: str) -> Iterator[RenderableType]:
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
         for column in ("", *WAYS):
             justify: JustifyMethod = "right" if column else "left"
-            table.add_column(column, justify=justify, no_wrap=True)
+            # A name continues on the next line; figures are whole.
+            table.add_column(column, justify=justify, no_wrap=bool(column))
         for row in rows:
             table.add_row(*row)
         yield Padding(table, (0, 0, 0, 2))
@@ -136,24 +133,21 @@ def _stayed(report: Document) -> Iterator[RenderableType]:
         spent = sum(group.seconds or 0 for group in groups)
         size = f", {seconds_text(spent)} of the {seconds_text(total)}"
     yield _heading(f"What stayed in fp32, and why ({counted(count, 'op')}{size})")
-    cut = False
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(justify="right", min_width=7, no_wrap=True)
+    table.add_column(overflow="fold")
     for group in groups[:LISTED]:
         ops = ", ".join(group.ops[:2]) + (", ..." if len(group.ops) > 2 else "")
-        start = f"{cost_text(group):>7}  {ops} ({group.count:,}): "
-        reason = brief(group.reason, LINE - len(start))
-        cut = cut or reason != group.reason
-        yield _line(start + reason)
+        reason = Text(f"{ops} ({group.count:,}): {group.reason}")
+        table.add_row(cost_text(group), reason)
+    if groups:
+        yield Padding(table, (0, 0, 0, 2))
     more = len(groups) - LISTED
     if more > 0:
-        beside = ", and these in full" if cut else ""
-        yield _line(f"and {counted(more, 'more reason')}{beside}: report.full()")
-    elif cut:
-        yield _line("in full: report.full()")
+        yield _line(f"and {counted(more, 'more reason')}: report.full()")
     if left:
         what, why = left[0]
-        where = f"{_were(len(left), 'part')} not captured: {shorten(what)}: "
-        short = brief(why, max(LINE - len(where), 24))
-        yield _line(where + short + ("" if short == why else " (report.full())"))
+        yield _line(f"{_were(len(left), 'part')} not captured: {shorten(what)}: {why}")
 
 
 def cost_text(group: Stayed) -> str:

@@ -288,15 +288,18 @@ def test_a_declined_model_prints() -> None:
     assert "0 graphs" in repr(report)
 
 
-def test_a_reason_that_the_short_report_cuts_is_whole_in_the_full_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    report = net_report()
+@pytest.mark.parametrize("columns", [60, 80, 100])
+def test_no_report_cuts_a_reason(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason, why = "many words, " * 20 + "an end", "Broken: it calls out, " * 20 + "so"
+    report = replace(net_report(), skipped=[("graph 7", why)])
     group, *_ = report.stayed
-    for reason, is_cut in (("short", False), ("many words, " * 20 + "an end", True)):
-        monkeypatch.setitem(vars(report), "stayed", (replace(group, reason=reason),))
-        assert ("report.full()" in str(report)) is is_cut
-        assert (reason in str(report)) is not is_cut
+    stayed = (replace(group, reason=reason, ops=("op" * 40, "b", "c")),)
+    monkeypatch.setitem(vars(report), "stayed", stayed)
+    console = Console(width=columns, record=True, file=io.StringIO())
+    console.print(report)
+    for shown in (console.export_text(), str(report)):
+        assert "…" not in shown
+        says(" ".join(shown.split()), reason, f"graph 7: {why}", "autoamp")
     assert "…" not in report.full()
 
 

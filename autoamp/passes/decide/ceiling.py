@@ -146,7 +146,7 @@ def _held(name: str, classified: Classified, low: frozenset[str]) -> Verdict:
     facts, verdict = classified.facts, classified.verdicts[name]
     fact = facts.nodes[name]
     if verdict.autocast is Category.DENY:
-        reason = f"torch.autocast on {fact.device} computes it in fp32, and gives fp32"
+        reason = f"torch.autocast on {fact.device} computes it in fp32"
         return replace(verdict, pinned=True, reason=reason, origin=AUTOCAST)
     modes = verdict.modes
     if fact.base in family("promoting"):

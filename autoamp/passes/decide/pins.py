@@ -274,7 +274,7 @@ def _sums_rows(at: Site) -> str | None:
             table in at.under.facts.weights
             and at.under.facts.nodes[table].requires_grad
         ):
-            return "its backward adds up the gradients of each row, which needs fp32"
+            return "its backward adds up the gradients of each row"
     return None
 
 
