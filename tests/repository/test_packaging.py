@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import site
 import subprocess
 import sys
 import tarfile
 import tomllib
+import venv
 import zipfile
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -103,6 +106,57 @@ def test_wheel_built_from_the_sdist_is_the_same(
     run(*build, cwd=source)
     (again,) = tmp_path.glob("*.whl")
     assert zipfile.ZipFile(again).namelist() == zipfile.ZipFile(wheel).namelist()
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory) -> Path:
+    """An environment that holds, in name alone, the requirements less torch."""
+    folder = tmp_path_factory.mktemp("others")
+    venv.create(folder, with_pip=False)
+    for requirement in PROJECT["dependencies"]:
+        name, _, version = requirement.partition(">=")
+        if name != "torch":
+            pretend(folder, name, version)
+    return folder
+
+
+def pretend(environment: Path, name: str, version: str) -> Path:
+    """Writes what pip reads of an installed distribution; gives the folder it is in."""
+    (packages,) = environment.glob("lib/python*/site-packages")
+    info = packages / f"{name}-{version}.dist-info"
+    info.mkdir()
+    lines = ("Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", "")
+    (info / "METADATA").write_text("\n".join(lines), "utf-8")
+    return info
+
+
+USERS_TORCH = {
+    "2.11.0+cu128": True,
+    "2.12.0a0+0a1b2c3.nv26.10": True,  # of a container
+    "2.14.0.dev20261120+rocm7.1": True,  # of a night
+    "2.10.0+cu128": False,
+}
+"""A version of torch, and whether it may stay."""
+
+
+@pytest.mark.parametrize("version", USERS_TORCH)
+def test_an_install_keeps_the_torch_that_is_there(
+    version: str, dist: tuple[Path, Path], others: Path
+) -> None:
+    torch = pretend(others, "torch", version)
+    try:
+        # Isolated: a machine's settings of pip may name a folder of wheels.
+        pip = [sys.executable, "-m", "pip", "--isolated", "--python"]
+        ask = f"install --no-index --dry-run --quiet --report - {dist[0]}".split()
+        pip += [str(others / "bin" / "python"), *ask]
+        if not USERS_TORCH[version]:
+            with pytest.raises(AssertionError, match="Cannot install autoamp"):
+                run(*pip, cwd=others)
+            return
+        report = json.loads(run(*pip, cwd=others))
+        assert [e["metadata"]["name"] for e in report["install"]] == ["autoamp"]
+    finally:
+        shutil.rmtree(torch)
 
 
 @pytest.fixture(scope="module")
