@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -77,18 +77,6 @@ def held_alone(tensor: torch.Tensor) -> bool:
         return False
     # A tensor that needs a gradient may be owned by a graph or DDP; DLPack refuses it.
     return tensor.requires_grad or tensor._use_count() == 1  # type: ignore[attr-defined]
-
-
-def holders(tensor: torch.Tensor) -> int:
-    """The number of holders of the tensor and of its memory.
-
-    Holders are Python's references, autograd's references and the tensors that share
-    the memory.  More holders than when the tensor was made mean that somebody else may
-    still read the tensor.
-    """
-    own: int = tensor._use_count()  # type: ignore[attr-defined]
-    sharing = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return int(sys.getrefcount(tensor) + own + sharing)
 
 
 Memory = weakref.ref[Any]
@@ -179,31 +167,16 @@ def end_lazy_clone(tensor: torch.Tensor) -> None:
     tensor.data_ptr()
 
 
-class Holders:
-    """The holders of some tensors, as `holders` counts them, at a tenth of its price.
+def version_counter(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory that has the version counter of `tensor`, a plain one."""
+    counter = tensor.detach()
+    counter.data = _empty(tensor.device, tensor.dtype)
+    return counter
 
-    Nobody else may hold the tensors when this object is made.
-    """
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._tensors = tensors
-        # A storage has one Python object, and `_cdata`, for as long as it lives.
-        self._storages = [tensor.untyped_storage() for tensor in tensors]
-        self._data = [storage._cdata for storage in self._storages]
-        self._alone = self._counts()
-
-    @property
-    def have_grown(self) -> bool:
-        """Whether code outside may still read some of the tensors."""
-        return self._counts() != self._alone
-
-    def _counts(self) -> list[Any]:
-        own: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
-        return [
-            *map(sys.getrefcount, self._tensors),
-            *map(own, self._tensors),
-            *map(torch._C._storage_Use_Count, self._data),
-        ]
+@cache
+def _empty(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(0, device=device, dtype=dtype)
 
 
 def storage_span(tensor: torch.Tensor) -> tuple[int, int]:

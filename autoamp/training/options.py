@@ -44,11 +44,11 @@ class ExpertOptions(TypedDict, total=False):
             (a GELU or a norm written out), which computes in fp32 inside.
             `{"gelu": False}` switches single kernels off (docs/kernels.md names them).
         guard: True: steps with infinite or NaN gradients are skipped, in bf16 too.
-        weight_copies: "kept": a weight's low-precision copy is kept until the weight is
-            written to, through torch or through an object that shares its memory, such
-            as a NumPy array.  A write through a bare address taken earlier goes unseen
-            (C code with `w.data_ptr()`, a replayed CUDA graph), and a write by torch
-            may move the weight away from that address.  "every call": each weight is
+        weight_copies: "kept": a weight's low-precision copy that several calls read is
+            kept until the weight is written to, through torch or through an object that
+            shares its memory, such as a NumPy array.  A write through a bare address
+            taken earlier goes unseen (C code with `w.data_ptr()`, a replayed CUDA
+            graph), and a write by torch may move the weight away from that address.  "every call": each weight is
             copied at each call, and never moved.
         exact_casts: whether the kernels of inductor round at each cast, as the graph
             does where it runs as it is; by default a value that is cast and read inside

@@ -2,7 +2,8 @@
 
 A sentinel is a copy-on-write clone of a weight.  The first write to the weight, through
 any alias, moves the weight's data to a new address, which shows that its copies are
-stale (`weight_copies.py`).
+stale (`weight_copies.py`).  A stale copy is never read again, so that its memory is
+held as long as its sentinel lives.
 """
 
 from __future__ import annotations
@@ -31,9 +32,6 @@ from autoamp.dtypes import LOW_DTYPES
 CHANCES = 2
 """After this many unannounced writes in training, a copy has no sentinel any more."""
 
-STEPS = 8
-"""After so many steps in a row with one call each, copies get no sentinels."""
-
 AS_THE_WEIGHT = torch.preserve_format
 """The memory format of a copy that is laid out as its weight."""
 
@@ -51,7 +49,7 @@ class Copy:
     """One copy, and the state of its weight at the last refresh.
 
     Attributes:
-        low: the copy.
+        kept: the copy while it has a sentinel; graphs hold the others.
         layout: the memory format of the copy.
         memory: the weight's memory; the copy is dropped when the memory is freed; None
             before the first refresh.
@@ -63,20 +61,20 @@ class Copy:
         chances: unannounced writes that remain until the copy loses its sentinel.
         trainer: the thread that trains the weight; None where no thread has so far.
         captured: whether a CUDA graph holds the weight's address.
-        read_twice: whether more than one call has read the copy since its last refresh.
-        steps: how many steps in a row had no more than one such call before them.
+        read_twice: whether more than one call has read the copy since the last write.
+        read_once: whether no more than one such call came before the last step.
         once_a_step: the group in which the copy is refreshed after each step; None
             where the copy is looked at by itself.
     """
 
     def __init__(
         self,
-        weight: torch.Tensor,
         low: torch.dtype,
         layout: torch.memory_format = AS_THE_WEIGHT,
     ) -> None:
         self.dtype, self.layout = low, layout
-        self.take_memory(weight)
+        self.kept: torch.Tensor | None = None
+        self._counter: torch.Tensor | None = None
         self.memory: compat.Memory | None = None
         self.version = -1
         self.address: Hashable = -1
@@ -85,19 +83,30 @@ class Copy:
         self.chances = CHANCES
         self.trainer: int | None = None
         self.captured = self.read_twice = False
-        self.steps = 0
+        self.read_once = True
         self.once_a_step: OnceAStep | None = None
 
-    def take_memory(self, weight: torch.Tensor) -> None:
-        """Gives the copy new memory; memory that was handed out stays as it is."""
-        form = self.layout
-        self.low = torch.empty_like(weight, dtype=self.dtype, memory_format=form)
-        self._alone = compat.holders(self.low)
+    def take_memory(self, weight: torch.Tensor, *, plain: bool) -> torch.Tensor:
+        """New memory for the copy; memory that was given before stays as it is.
 
-    @property
-    def is_held(self) -> bool:
-        """Whether a graph, or a call, may still read the copy's present content."""
-        return compat.holders(self.low) > self._alone
+        A graph whose backward has still to run holds what it was given.  Its backward
+        raises, as in eager PyTorch, where the weight was written to.
+
+        Args:
+            plain: whether no transform of functorch is active, in which the data of
+                tensors cannot be exchanged.
+        """
+        version = compat.version(weight)
+        if self._counter is not None and version != self.version:
+            torch.autograd.graph.increment_version(self._counter)
+        low = torch.empty_like(weight, dtype=self.dtype, memory_format=self.layout)
+        self.version = version
+        self._counter = compat.version_counter(low) if plain else None
+        return low
+
+    def let_go(self) -> None:
+        """Ends the sentinel, and the memory of the copy unless a graph holds it."""
+        self.sentinel = self.kept = None
 
     def look_alone(self) -> None:
         """Ends the group in which the copy is refreshed, if there is one."""
@@ -175,7 +184,7 @@ class Stale(NamedTuple):
     @property
     def is_needed_once(self) -> bool:
         """Whether the copy is refreshed after each step, and given to one call then."""
-        return self.watch and self.training and self.copy.steps >= STEPS
+        return self.watch and self.training and self.copy.read_once
 
 
 class OnceAStep:
@@ -183,14 +192,14 @@ class OnceAStep:
 
     A sentinel keeps a copy until the next write, over many calls.  A training without
     micro-batches makes one call between two steps, so each call has to refresh the
-    copies in any case, and a sentinel would be made only to be dropped.  After several
-    such steps a graph's copies get no sentinels any more: the step announces its write,
-    and the next call refreshes all of them by one multi-tensor copy, whose lists were
-    made before.
+    copies in any case: a sentinel would be made only to be dropped, and the copies
+    would be held after the backward, when nobody reads them.  So training begins
+    without sentinels: the step announces its write, and the next call refreshes all
+    copies by one multi-tensor copy, whose lists were made before.
 
     Whatever is different (a second call before a step, another graph or thread, a
-    weight in other memory, a copy that is still held) ends this, and each copy is
-    looked at by itself again, as one that has no sentinel: it is refreshed.
+    weight in other memory) ends this, and each copy is looked at by itself, as one that
+    has no sentinel: it is refreshed.  A step with one call before it begins this again.
 
     Attributes:
         announced: whether a write to weights was announced after the last call.
@@ -205,10 +214,7 @@ class OnceAStep:
         addresses: list[Hashable],
         devices: set[torch.device],
     ) -> None:
-        """Args: `stale` are those of `copies` that were just refreshed.
-
-        The caller holds none of the copies' tensors, because holders are counted here.
-        """
+        """Args: `stale` are those of `copies` that were just refreshed."""
         self.announced = False
         self.count = len(stale)
         self.devices = devices
@@ -217,9 +223,7 @@ class OnceAStep:
         self._refreshed = [each.copy for each in stale]
         ids = {id(copy) for copy in self._refreshed}
         self._at = [at for at, copy in enumerate(copies) if id(copy) in ids]
-        self._versions = [copy.version for copy in self._refreshed]
-        self._lows = [copy.low for copy in copies]
-        self._holders = compat.Holders([copy.low for copy in self._refreshed])
+        self._copies = copies
         PLANS.clear()
         for copy in self._refreshed:
             copy.once_a_step = self
@@ -235,27 +239,24 @@ class OnceAStep:
         )
 
     def refresh(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Refreshes the copies in place; empty where some copy is held, or all ended.
+        """Fresh copies; empty where all ended, or one that should be kept is not.
 
         The caller has switched gradients off, and holds the lock.
         """
-        # A held copy ends the group: each copy must then be looked at by itself.
-        if not self._lows or self._holders.have_grown:
-            return []
-        lows, copies = [*self._lows], self._refreshed
-        written = [weights[at] for at in self._at]
-        self._versions = [*map(compat.version, written)]
         self.announced = False
-        _write(copies, written)
-        return lows
+        others = [copy.kept for copy in self._copies]
+        if sum(low is None for low in others) != self.count:
+            return []
+        made = iter(_made(self._refreshed, [weights[at] for at in self._at]))
+        return [next(made) if low is None else low for low in others]
 
     def end(self) -> None:
         """Has each copy looked at by itself from now on."""
         PLANS.clear()
-        for copy, version in zip(self._refreshed, self._versions, strict=True):
-            copy.once_a_step, copy.version, copy.steps = None, version, 0
-        self._refreshed, self._lows, self.announced = [], [], False
-        self._holders = compat.Holders([])
+        for copy in self._refreshed:
+            copy.once_a_step, copy.read_once = None, False
+            copy.read_twice = not self.announced
+        self._refreshed, self._copies, self.announced = [], [], False
 
 
 def note_captured(weights: Iterable[torch.Tensor]) -> None:
@@ -297,9 +298,9 @@ def note_a_write(copy: Copy, weight: torch.Tensor) -> None:
     # data, so that the address tells of a write through any alias.
     if copy.sentinel is not None and compat.data_address(weight) != copy.address:
         STEADY.clear()
-        copy.sentinel = None
+        copy.let_go()
         copy.chances -= copy.from_training
-        copy.steps = 0
+        copy.read_once = copy.read_twice = False
 
 
 def drop(weight: torch.Tensor, copies: Sequence[Copy]) -> None:
@@ -307,41 +308,41 @@ def drop(weight: torch.Tensor, copies: Sequence[Copy]) -> None:
     if any(copy.sentinel is not None for copy in copies):
         STEADY.clear()
         for copy in copies:
-            copy.sentinel = None
+            copy.let_go()
         # The storage stays copy-on-write after its clone is gone, until a write; two
         # threads that write at once would both make it plain.
         compat.end_lazy_clone(weight)
 
 
-def refresh(stale: Sequence[Stale]) -> None:
-    """Copies weights into their copies; notes each weight's version and address.
+def refresh(stale: Sequence[Stale]) -> list[torch.Tensor]:
+    """Copies weights into new memory; notes each weight's version and address.
 
     The caller has switched gradients off, so that no clone belongs to a graph.
     """
-    for copy, weight, *_ in stale:
-        version = compat.version(weight)
-        # A graph whose backward has yet to run has saved the copy: it keeps its memory,
-        # and the copy takes new memory.
-        if copy.memory is not None and copy.is_held:
-            if version != copy.version:  # the holder's backward must raise, as in eager
-                torch.autograd.graph.increment_version(copy.low)
-            copy.take_memory(weight)
-        copy.version, copy.read_twice = version, False
-    _write([each.copy for each in stale], [each.weight for each in stale])
-    for copy, weight, watch, training in stale:
+    lows = _made([each.copy for each in stale], [each.weight for each in stale])
+    for (copy, weight, watch, training), low in zip(stale, lows, strict=True):
         _follow(copy, weight)
         if watch and compat.held_alone(weight):
             copy.sentinel = compat.lazy_clone(weight)
+            copy.kept = None if copy.sentinel is None else low
             copy.address = compat.data_address(weight)
             copy.from_training = training
+    return lows
 
 
-def _write(copies: Sequence[Copy], weights: Sequence[torch.Tensor]) -> None:
-    """Copies weights into the memory of their copies."""
+def _made(
+    copies: Sequence[Copy], weights: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The weights in new memory of their copies."""
+    plain = not compat.transforms_active()
+    pairs = zip(copies, weights, strict=True)
+    lows = [copy.take_memory(weight, plain=plain) for copy, weight in pairs]
+    if not lows:
+        return lows
     laid = [copy.layout is not AS_THE_WEIGHT for copy in copies]
     if not any(laid):
-        compat.copy_all([copy.low for copy in copies], weights)
-        return
+        compat.copy_all(lows, weights)
+        return lows
     for permuted in (False, True):  # GPUs copy many tensors at once if none is permuted
         alike = [at for at, each in enumerate(laid) if each == permuted]
         sources = [weights[at] for at in alike]
@@ -349,7 +350,8 @@ def _write(copies: Sequence[Copy], weights: Sequence[torch.Tensor]) -> None:
             dtype = copies[0].dtype
             sources = [w.to(dtype) if w.is_cpu else w for w in sources]
         if alike:
-            compat.copy_all([copies[at].low for at in alike], sources)
+            compat.copy_all([lows[at] for at in alike], sources)
+    return lows
 
 
 def _follow(copy: Copy, weight: torch.Tensor) -> None:

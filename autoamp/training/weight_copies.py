@@ -11,10 +11,11 @@ micro-batches of a step.  The move costs a copy of the weight; `before_write` sa
 cost where a write is announced.  A weight whose memory other code may point to has no
 sentinel, and neither has a copy that every step makes stale (`OnceAStep`).
 
-A stale copy is refreshed in place, unless it is held by a graph whose backward has
-still to run, or by a call in another thread.  Then the holder keeps the old memory as
-it is, and the copy gets new memory.  (The backward of such a graph raises where eager
-PyTorch's would: where the weight itself was written to, and not its `.data`.)
+A copy's memory is held here as long as its sentinel lives.  A copy without a sentinel
+is never read again: the graph that was given it holds it alone, until the backward has
+read it.  So no copy lives during the optimizer's step, and each refresh has new memory.
+(The backward of an older graph raises where eager PyTorch's would: where the weight
+itself was written to, and not its `.data`.)
 """
 
 from __future__ import annotations
@@ -110,7 +111,6 @@ class WeightCopies:
             and not _aside(steady.devices)
         ):
             return steady.give_again()
-        del steady  # its references would make the copies look held: `Copy.is_held`
         recording = torch.is_grad_enabled()
         layouts = self.layouts or (AS_THE_WEIGHT,) * len(weights)
         # A copy made under inference_mode could not be saved for a backward.
@@ -163,6 +163,7 @@ class WeightCopies:
             return self._for_cuda_graph(weights, layouts)
         copies = [*map(self._find, weights, layouts)]
         stale: list[Stale] = []
+        kept: list[torch.Tensor | None] = []
         with _lock:
             for copy, weight in zip(copies, weights, strict=True):
                 training = recording and weight.requires_grad
@@ -171,20 +172,21 @@ class WeightCopies:
                 watch = self.kept and not aside and may_watch(copy, training)
                 if not watch:
                     drop(weight, copies_of(weight))
-                if copy.sentinel is None:
+                kept.append(copy.kept)
+                if copy.kept is None:
                     stale.append(Stale(copy, weight, watch, training))
                 else:
                     copy.read_twice = True
             once = bool(stale) and all(each.is_needed_once for each in stale)
-            if stale:
-                self.refreshed += len(stale)
-                refresh([s._replace(watch=False) for s in stale] if once else stale)
+            made = refresh([s._replace(watch=False) for s in stale] if once else stale)
+            self.refreshed += len(made)
+            new = iter(made)
+            lows = [next(new) if low is None else low for low in kept]
             if once:
                 addresses = compat.data_addresses(weights)
                 self._once_a_step = OnceAStep(copies, stale, addresses, devices)
                 self.unwatched = 0
-                return [copy.low for copy in copies]
-            lows = [copy.low for copy in copies]
+                return lows
             self.unwatched = sum(s.copy.sentinel is None for s in stale)
             if not self.unwatched:
                 trainer = threading.get_ident() if recording else None
@@ -199,7 +201,7 @@ class WeightCopies:
         # without a sentinel is refreshed, and a sentinel is valid for one address only.
         copy = store.get(key)
         if copy is None:
-            copy = store[key] = Copy(weight, self.low, layout)
+            copy = store[key] = Copy(self.low, layout)
             PLANS.clear()
         return copy
 
@@ -311,7 +313,7 @@ def _announce(weight: torch.Tensor) -> None:
     copies = copies_of(weight)
     for copy in copies:
         note_a_write(copy, weight)
-        copy.steps = 0 if copy.read_twice else copy.steps + 1
+        copy.read_once, copy.read_twice = not copy.read_twice, False
         if copy.sentinel is None:
             copy.chances = copy.chances or 1
         elif weight.requires_grad:

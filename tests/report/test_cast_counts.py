@@ -135,7 +135,7 @@ def test_the_memory_of_the_copies_of_all_graphs() -> None:
         with torch.set_grad_enabled(records):
             model(x)
     report = autoamp.report(model)
-    held = [copy.low for p in model.parameters() for copy in copies_of(p)]
+    held = [copy.kept for p in model.parameters() for copy in copies_of(p)]
     assert len(report.graphs) == 2
     assert report.cast_counts.kept == len(held) == 6
     assert report.cast_counts.kept_bytes == sum(low.nbytes for low in held)

@@ -9,13 +9,13 @@ import autoamp
 from autoamp.runtime.captured_graph import Graph
 from autoamp.runtime.conversion import conversion_of
 from autoamp.training import weight_copies as copies
-from autoamp.training.sentinels import STEPS, copies_of
+from autoamp.training.sentinels import copies_of
 
 LOW = torch.bfloat16
 
 
 def trained(
-    steps: int = STEPS + 2, *, to_input: bool = False
+    steps: int = 2, *, to_input: bool = False
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A converted model after some steps with one call each."""
     torch.manual_seed(0)
@@ -36,10 +36,11 @@ def step(
 
 
 def reads_all(model: nn.Module) -> bool:
-    """Whether a call has left every copy equal to its weight."""
-    pairs = [(p, c) for p in model.parameters() for c in copies_of(p)]
-    assert pairs
-    return all(torch.equal(c.low, p.detach().to(LOW)) for p, c in pairs)
+    """Whether one more call is given copies that are equal to the weights."""
+    weights = [*model.parameters()]
+    lows = graph_of(model).copies.fresh(weights)
+    pairs = zip(lows, weights, strict=True)
+    return all(torch.equal(low, p.detach().to(LOW)) for low, p in pairs)
 
 
 def graph_of(model: nn.Module) -> Graph:
@@ -57,14 +58,24 @@ def watched(model: nn.Module) -> int:
 def test_copies_are_unwatched_after_steps_of_one_call_each() -> None:
     model, optimizer = trained()
     for _ in range(3):
-        model(torch.ones(4, 8))
         assert reads_all(model)
         assert watched(model) == 0
         optimizer.step()
     model(torch.ones(4, 8))
-    model(torch.ones(4, 8))  # a second call before the step
-    assert reads_all(model)
+    assert reads_all(model)  # a second call before the step
     assert watched(model) == 6
+
+
+def test_after_a_step_of_one_call_copies_are_unwatched_again() -> None:
+    model, optimizer = trained()
+    model(torch.ones(4, 8))
+    model(torch.ones(4, 8))
+    optimizer.step()
+    assert reads_all(model)
+    assert watched(model) == 6, "the step before had two calls"
+    optimizer.step()
+    assert reads_all(model)
+    assert watched(model) == 0
 
 
 def test_a_graph_keeps_its_copies_until_its_backward() -> None:
@@ -76,7 +87,6 @@ def test_a_graph_keeps_its_copies_until_its_backward() -> None:
     copies.before_write(weights)
     for weight in weights:
         weight.data.mul_(2)  # no version counter is moved
-    model(x)
     assert reads_all(model)
     assert torch.equal(torch.autograd.grad(kept.sum(), x)[0], wanted)
 
@@ -84,7 +94,7 @@ def test_a_graph_keeps_its_copies_until_its_backward() -> None:
 def test_a_frozen_weight_stays_watched_and_is_not_copied_again() -> None:
     model, optimizer = trained(0)
     model[0].weight.requires_grad_(False)
-    for _ in range(STEPS + 2):
+    for _ in range(2):
         step(model, optimizer)
     model(torch.ones(4, 8))
     assert watched(model) == 1
@@ -94,5 +104,4 @@ def test_a_frozen_weight_stays_watched_and_is_not_copied_again() -> None:
     assert graph_of(model).copies.refreshed - before == 5
     model[0].weight.data.mul_(2)
     optimizer.step()
-    model(torch.ones(4, 8))
     assert reads_all(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -160,38 +160,68 @@ def test_backward_has_the_weights_of_its_own_forward(
     compare_gradients(make, exchange, **options)
 
 
-def test_steps_reuse_the_memory_of_copies_that_nobody_holds() -> None:
-    model, x = convert(mlp()), torch.randn(3, WIDTH)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    places = []
-    for _ in range(4):
-        model(x).square().sum().backward()
-        copies = [low_copy(p) for p in model.parameters()]
-        places.append([copy.data_ptr() for copy in copies if copy is not None])
-        del copies
-        optimizer.step()
-    assert len(places[0]) == len(list(model.parameters()))
-    assert places == places[:1] * 4
+@pytest.fixture
+def alive(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[torch.Size]]:
+    """The shapes of the copies made so far whose memory somebody holds."""
+    made: list[tuple[Any, torch.Size]] = []
+    copy_all = compat.copy_all
+
+    def spy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        copy_all(targets, sources)
+        made.extend((weakref.ref(t.untyped_storage()), t.shape) for t in targets)
+
+    monkeypatch.setattr(compat, "copy_all", spy)
+    return lambda: [shape for memory, shape in made if memory() is not None]
 
 
-def test_memory_is_new_only_while_a_graph_holds_the_old() -> None:
+def test_a_copy_lives_as_long_as_the_graph_that_reads_it(
+    alive: Callable[[], list[torch.Size]],
+) -> None:
     model, x = convert(mlp()), torch.randn(3, WIDTH, requires_grad=True)
-    weight: Any = model[2].weight
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        loss = model(x).square().sum()
+        # The biases' copies, which no backward reads, went with the forward.
+        assert alive() == [p.shape for p in model.parameters() if p.dim() == 2]
+        loss.backward()
+        assert alive() == []
+        optimizer.step()
 
-    def place() -> int:
-        low = low_copy(weight)
-        return low.data_ptr()
 
+def test_kept_copies_are_not_held_while_the_weights_are_written(
+    alive: Callable[[], list[torch.Size]],
+) -> None:
+    model, x = convert(mlp()), torch.randn(3, WIDTH)
+    every = [p.shape for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    in_steps: list[torch.Size] = []
+    optimizer.register_step_post_hook(lambda *_: in_steps.extend(alive()))
+    for step in range(3):
+        for micro_batch in range(3):
+            model(x).square().sum().backward()
+            # The very first call could not know that there would be a second one.
+            assert alive() == (every if step or micro_batch else [])
+        optimizer.step()
+    assert in_steps == []
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("through_data", [True, False])
+def test_an_old_graph_has_its_own_copies_and_raises_where_eager_does(
+    through_data: bool, precision: str
+) -> None:
+    model, x = convert(mlp(), precision), torch.randn(3, WIDTH, requires_grad=True)
     loss = model(x).sum()
-    before = place()
-    weight.data.mul_(2)
+    wanted = torch.autograd.grad(loss, x, retain_graph=True)
+    for weight in model.parameters():
+        with torch.no_grad():
+            (weight.data if through_data else weight).mul_(2)
     model(x)
-    after = place()
-    assert after != before
-    loss.backward()
-    weight.data.mul_(2)
-    model(x)
-    assert place() == after
+    if through_data:
+        assert torch.equal(torch.autograd.grad(loss, x)[0], wanted[0])
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 # -- tensors swapped under the same object ---------------------------------------------
