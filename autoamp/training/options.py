@@ -48,8 +48,8 @@ class ExpertOptions(TypedDict, total=False):
             kept until the weight is written to, through torch or through an object that
             shares its memory, such as a NumPy array.  A write through a bare address
             taken earlier goes unseen (C code with `w.data_ptr()`, a replayed CUDA
-            graph), and a write by torch may move the weight away from that address.  "every call": each weight is
-            copied at each call, and never moved.
+            graph), and a write by torch may move the weight away from that address.
+            "every call": each weight is copied at each call, and never moved.
         exact_casts: whether the kernels of inductor round at each cast, as the graph
             does where it runs as it is; by default a value that is cast and read inside
             one kernel stays fp32 there.  "eager" rounds in any case; with another
