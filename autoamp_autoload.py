@@ -90,8 +90,9 @@ def _arm() -> None:
     """
     import torch
 
-    from autoamp_cold import ColdLine
-    from autoamp_heat import HOT, INSIDE, Heat, passed_on
+    from autoamp.auto.cold import ColdLine
+    from autoamp.auto.heat import HOT, Heat
+    from autoamp.auto.work import INSIDE, passed_on
 
     module: Any = torch.nn.Module
     call, compile_ = module.__call__, torch.compile
@@ -224,7 +225,7 @@ class _Steps:
 
     def _look(self, optimizer: Any) -> bool:
         """Starts the automatic mode if the optimizer trains half-precision weights."""
-        from autoamp_heat import trains_half
+        from autoamp.training.half_optimizers import trains_half
 
         if not (self.waits and trains_half(optimizer)):
             return False

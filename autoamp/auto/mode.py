@@ -14,8 +14,11 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp import compat
+from autoamp.auto.cold import ColdLine
 from autoamp.auto.environment import Settings
+from autoamp.auto.heat import HOT, mode_of
 from autoamp.auto.report_dir import Recorder
+from autoamp.auto.work import opaque
 from autoamp.messages import class_name, log_left_to_autocast, log_once, printable
 from autoamp.runtime.called_parts import (
     caller_of,
@@ -33,8 +36,6 @@ from autoamp.runtime.program import disabled
 from autoamp.training import foreign_engines
 from autoamp.training.attach import guard_half, retire
 from autoamp.training.masters import has_half
-from autoamp_cold import ColdLine
-from autoamp_heat import HOT, mode_of, opaque
 from autoamp_said import logger_of
 
 logger = logger_of(__name__)

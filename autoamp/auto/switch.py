@@ -18,8 +18,11 @@ from torch import nn
 
 from autoamp import compat
 from autoamp.auto import environment
+from autoamp.auto.cold import ColdLine
 from autoamp.auto.environment import Settings
+from autoamp.auto.heat import Heat
 from autoamp.auto.mode import AutomaticMode
+from autoamp.auto.work import INSIDE, passed_on
 from autoamp.messages import printable_line
 from autoamp.runtime.compile_backend import GraphBackend
 from autoamp.runtime.program import inside_a_call, under_compilation
@@ -33,8 +36,6 @@ from autoamp.training.attach import (
 from autoamp.training.ledger import BACKWARDS
 from autoamp.training.options import ConvertOptions, Options
 from autoamp.training.saved_masters import KEY as MASTERS_KEY
-from autoamp_cold import ColdLine
-from autoamp_heat import INSIDE, Heat, passed_on
 from autoamp_said import Lines, logger_of
 
 logger = logger_of(__name__)

@@ -35,9 +35,9 @@ from autoamp.runtime.conversion import (
 )
 from autoamp.runtime.eligible import parameters_of
 from autoamp.runtime.entry import Entry
+from autoamp.runtime.no_model import is_no_model
 from autoamp.runtime.program import STATE, THREAD, inside_a_call, inside_captured_code
 from autoamp.training import foreign_engines
-from autoamp_heat import is_no_model
 
 
 class Choice(NamedTuple):

@@ -37,6 +37,7 @@ from autoamp.training.boundary import (
     params_of,
 )
 from autoamp.training.elementwise_optimizers import body_of
+from autoamp.training.half_optimizers import trains_half
 from autoamp.training.ledger import BACKWARDS, GraphRun
 from autoamp.training.masters import Masters, given_out, has_half, have_masters
 from autoamp.training.meter import METERS, meter_of
@@ -60,7 +61,6 @@ from autoamp.training.step import (
 )
 from autoamp.training.uncalled import tell_of_uncalled
 from autoamp.training.weight_copies import before_write
-from autoamp_heat import trains_half
 from autoamp_said import logger_of
 
 logger = logger_of(__name__)

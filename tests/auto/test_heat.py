@@ -19,9 +19,10 @@ from torch.nn.utils import parametrizations
 from torch.utils.flop_counter import FlopCounterMode
 
 import autoamp
-import autoamp_heat
-from autoamp_cold import ColdLine
-from autoamp_heat import HOT, Heat
+from autoamp.auto import heat as auto_heat
+from autoamp.auto import work as auto_work
+from autoamp.auto.cold import ColdLine
+from autoamp.auto.heat import HOT, Heat
 from tests.processes import run_script
 from tests.says import says
 from tests.small_models import BF16
@@ -40,11 +41,13 @@ def hot_at(heat: Heat, module: nn.Module, x: Any, most: int = 100) -> int:
     return 0
 
 
-def worth(monkeypatch, capture: float, module: float = 0.0) -> None:
-    """Sets the predicted seconds of a capture."""
-    monkeypatch.setattr(autoamp_heat, "_IMPORT", 0.0)
-    monkeypatch.setattr(autoamp_heat, "_CAPTURE", capture)
-    monkeypatch.setattr(autoamp_heat, "_CAPTURED_MODULE", module)
+def worth(monkeypatch, capture: float, module: float = 0.0, lent: float = 0) -> None:
+    """Sets the predicted seconds of a capture, and those lent to modules that train."""
+    monkeypatch.setattr(Heat, "lent", lent)
+    monkeypatch.setattr(auto_heat, "LEAST", {True: 0.0, False: 0.0})
+    monkeypatch.setattr(auto_heat, "_IMPORT", 0.0)
+    monkeypatch.setattr(auto_heat, "_CAPTURE", capture)
+    monkeypatch.setattr(auto_heat, "_CAPTURED_MODULE", module)
 
 
 def large() -> tuple[nn.Module, Tensor]:
@@ -61,14 +64,14 @@ def multiplied(net: nn.Module, *args: Any) -> float:
     torch counts the products of most layers. In a recurrent layer each matrix
     multiplies each row of the input.
     """
-    work = autoamp_heat.Work()
+    work = auto_work.Work()
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return autoamp_heat.passed_on(CALL, self, args, kwargs)
+        return auto_work.passed_on(CALL, self, args, kwargs)
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(nn.Module, "__call__", call)
-        patch.setattr(autoamp_heat.INSIDE, "work", work)
+        patch.setattr(auto_work.INSIDE, "work", work)
         net(*args)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         net.train()(*args)  # no fused kernel, of which torch counts nothing
@@ -108,25 +111,25 @@ def test_products_are_of_the_order_that_torch_counts(layer: str) -> None:
 
 
 def test_a_recurrent_layer_multiplies_all_its_gates() -> None:
-    work, net = autoamp_heat.Work(), nn.LSTM(16, 24)
+    work, net = auto_work.Work(), nn.LSTM(16, 24)
     work.note(net, net(SEQUENCE))
     assert 0.5 <= work.flops / (2 * 8 * 16 * 4 * 24 * (16 + 24)) <= 2
 
 
 @torch.no_grad()
-def test_a_large_model_is_hot_at_its_second_call(monkeypatch) -> None:
-    worth(monkeypatch, capture=1.0)
-    monkeypatch.setitem(autoamp_heat._FLOPS, "meta", 1e11)
+@pytest.mark.parametrize(("capture", "call"), [(0.5, 2), (1.0, 3), (2.0, 4)])
+def test_a_model_is_hot_when_its_calls_have_come_to_a_capture(
+    monkeypatch, capture: float, call: int
+) -> None:
+    worth(monkeypatch, capture)
+    monkeypatch.setitem(auto_heat._FLOPS, "meta", 1e11)
     model, x = large()
-    assert hot_at(Heat(), model.eval(), x) == 2
+    assert hot_at(Heat(), model.eval(), x) == call
 
 
 @torch.no_grad()
-def test_a_small_model_is_hot_when_its_calls_are_worth_ten_captures(
-    monkeypatch,
-) -> None:
-    """A layer with hardly any work counts for its 20 us."""
-    worth(monkeypatch, capture=1e-4)  # fifty calls
+def test_a_call_with_hardly_any_work_counts_for_its_20_us(monkeypatch) -> None:
+    worth(monkeypatch, capture=1e-3)  # fifty calls
     model = nn.Linear(2, 2).eval()
     found = hot_at(Heat(), model, torch.zeros(1, 2))
     assert 45 <= found <= 51
@@ -135,7 +138,7 @@ def test_a_small_model_is_hot_when_its_calls_are_worth_ten_captures(
 
 @torch.no_grad()
 def test_each_mode_is_counted_by_itself(monkeypatch) -> None:
-    worth(monkeypatch, capture=1e-4)
+    worth(monkeypatch, capture=1e-4, lent=1.0)
     heat, model, x = Heat(), nn.Linear(2, 2), torch.zeros(1, 2)
     first = hot_at(heat, model.eval(), x)
     assert first > 2
@@ -150,9 +153,9 @@ def test_modules_inside_are_counted_in_the_call_around_them(monkeypatch) -> None
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.zeros(1, 4)
     nn.CrossEntropyLoss()(model(x), torch.tensor([1]))
     mode: Any = sys.modules["autoamp.auto.switch"]._mode
-    met = mode.heat.nearest
+    met = mode.heat.nearest()
     assert met.module() is model
-    assert met.seconds > 3 * 3 * autoamp_heat._CALL  # three modules, trained
+    assert met.seconds > 3 * 3 * auto_heat._CALL  # three modules, trained
 
 
 @pytest.mark.parametrize("compiled", ["wrapped", "in place"])
@@ -194,6 +197,46 @@ def test_a_trained_model_is_hot_where_a_step_begins(
     assert number % micro_batches == 0
 
 
+def train(heat: Heat, model: nn.Module, x: Tensor) -> int:
+    """At which step the module is hot, of at most 9; 0 where it is at none."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for number in range(1, 10):
+        optimizer.zero_grad()
+        result = heat.call(CALL, model, (x,), {})
+        if result is HOT:
+            return number
+        result.sum().backward()
+        optimizer.step()
+    return 0
+
+
+def test_a_module_that_trains_is_hot_at_its_second_step(monkeypatch) -> None:
+    """Until captures have taken what a program is lent; evaluation is lent nothing."""
+    worth(monkeypatch, capture=1.0, lent=2.5)
+    heat, x = Heat(), torch.ones(1, 2)
+    nets = [nn.Linear(2, 2) for _ in range(4)]
+    assert not hot_at(heat, nets[0].eval(), x, 4)
+    assert [train(heat, net.train(), x) for net in nets] == [2, 2, 0, 0]
+    with torch.no_grad():
+        assert not hot_at(heat, nets[0].eval(), x)
+
+
+def test_a_module_whose_calls_are_short_is_never_hot(monkeypatch) -> None:
+    worth(monkeypatch, capture=1e-5, lent=1.0)
+    monkeypatch.setattr(auto_heat, "LEAST", {True: 1e-3, False: 1e-5})
+    heat, model, x = Heat(), nn.Linear(2, 2), torch.ones(1, 2)
+    assert not train(heat, model, x)
+    with torch.no_grad():
+        assert hot_at(heat, model.eval(), x)
+
+
+def test_calls_that_have_come_to_a_capture_are_lent_nothing(monkeypatch) -> None:
+    monkeypatch.setitem(auto_heat._FLOPS, "cpu", 1e3)
+    worth(monkeypatch, capture=1e-3, lent=1e-4)
+    heat, x = Heat(), torch.ones(1, 2)
+    assert [train(heat, nn.Linear(2, 2), x) for _ in range(3)] == [2, 2, 2]
+
+
 def test_a_model_that_nobody_trains_becomes_hot_with_gradients_on(monkeypatch) -> None:
     worth(monkeypatch, capture=1e-5)
     model, x = nn.Linear(2, 2), torch.ones(1, 2)
@@ -214,15 +257,16 @@ for _ in range(20):
     loss = model(torch.ones(4, 8)).square().mean()
     loss.backward()
     optimizer.step()
-print(repr(loss.item()), "autoamp" in sys.modules)
+print(repr(loss.item()), "autoamp.api" in sys.modules)
 """
 
 
-def test_a_small_script_imports_nothing_and_is_told_so_in_a_line() -> None:
-    off = run_script(TRAINS, AUTOAMP_ENABLE="0")
+def test_a_small_script_that_evaluates_imports_nothing_and_is_told_so() -> None:
+    script = TRAINS.replace("loss.backward()", "").replace("optimizer.step()", "")
+    off = run_script(script, AUTOAMP_ENABLE="0")
     kept = {k: v for k, v in os.environ.items() if not k.startswith("AUTOAMP_")}
     cold = subprocess.run(  # of a Python that has imported nothing
-        [sys.executable, "-c", TRAINS],
+        [sys.executable, "-c", script],
         env={**kept, "PYTHONPATH": str(REPO), "AUTOAMP_ENABLE": "1"},
         capture_output=True,
         text=True,
@@ -231,8 +275,25 @@ def test_a_small_script_imports_nothing_and_is_told_so_in_a_line() -> None:
     )
     assert cold.stdout.split() == [off.stdout.split()[0], "False"]
     (line,) = cold.stderr.splitlines()
-    says(line, "Sequential is not hot", option="AUTOAMP_HOT=0")
+    says(line, "Sequential ran as it is", option="AUTOAMP_HOT=0")
     assert not off.stderr
+
+
+@pytest.mark.parametrize("width", [8, 4096])
+def test_a_script_that_trains_is_converted_unless_its_calls_are_short(
+    width: int,
+) -> None:
+    script = TRAINS.replace("8, 8", f"8, {width}").replace("8, 2", f"{width}, 2")
+    script = script.replace("ones(4, 8)", "ones(2048, 8)").replace(
+        "range(20)", "range(3)"
+    )
+    on = run_script(script, AUTOAMP_ENABLE="1", AUTOAMP_PRECISION="bf16")
+    assert on.returncode == 0, on.stderr
+    if width == 8:
+        says(on.stderr, "Sequential ran as it is", "ms gains nothing")
+    else:
+        says(on.stderr, "Sequential")
+        assert "ran as it is" not in on.stderr
 
 
 # -- a model that is traced while it is cold -------------------------------------------
@@ -324,7 +385,7 @@ def test_the_line_at_exit_names_the_model_that_trained(
     if order == "before" and beside is not a_weight_of_its_own:
         beside(heat, Trained(4, 4))
     steps(heat, model, 5)
-    nearest = heat.nearest
+    nearest = heat.nearest()
     assert nearest is not None
     other = copy.deepcopy(model)
     if order == "dead":
@@ -336,7 +397,7 @@ def test_the_line_at_exit_names_the_model_that_trained(
     monkeypatch.setattr(logging.getLogger("autoamp"), "level", logging.INFO)
     ColdLine(heat, "AUTOAMP_HOT=0").end()
     (line,) = capfd.readouterr().err.splitlines()
-    says(line, "Trained is not hot", f"{nearest.spent:.2g} s")
+    says(line, "Trained ran as it is", f"{nearest.spent:.2g} s")
     assert "fp32" not in line, "a half model runs in its own dtype"
 
 
@@ -371,7 +432,7 @@ def test_the_line_at_exit_is_seen_once_whatever_is_logged(
     shown = logging.NOTSET if by == "logger" and level else number
     monkeypatch.setattr(logging.getLogger("autoamp"), "level", logging.NOTSET)
     (line,) = seen(monkeypatch, capfd, shown, speak)
-    says(line, "Mean is not hot")
+    says(line, "Mean ran as it is")
 
 
 def test_a_captured_model_hides_none_that_trains(monkeypatch, capfd) -> None:
@@ -383,7 +444,7 @@ def test_a_captured_model_hides_none_that_trains(monkeypatch, capfd) -> None:
     assert hot_at(heat, teacher, torch.ones(3, 4), 999)
     speak = ColdLine(heat, "AUTOAMP_HOT=0").end
     (line,) = seen(monkeypatch, capfd, None, speak)
-    says(line, "Trained is not hot")
+    says(line, "Trained ran as it is")
 
 
 def test_a_captured_model_that_is_evaluated_is_not_called_cold(
@@ -441,10 +502,8 @@ def cell(*actions):
 @pytest.mark.parametrize("how", ["variable", "enable"])
 def test_in_a_notebook_the_line_comes_after_the_cell_and_never_again(how: str) -> None:
     """The process of a notebook does not exit while anybody looks at it."""
-    begins = {
-        "variable": "import autoamp",
-        "enable": "import autoamp; autoamp.enable()",
-    }
+    lent = "import autoamp.auto.heat\nautoamp.auto.heat.Heat.lent = 0\n"
+    begins = {"variable": lent, "enable": f"{lent}autoamp.enable()"}
     cells = """
 cell()
 cell(trains)
@@ -459,9 +518,9 @@ assert not cells
     first, second, third, fourth, fifth, last = done.stderr.split("a cell ends\n")
     assert not first + third + last
     advice = {"variable": "AUTOAMP_HOT=0", "enable": "hot=False"}[how]
-    says(second, "Trained is not hot", option=advice)
-    says(fourth, "Other is not hot")
-    says(fifth, "Late is not hot")
+    says(second, "Trained ran as it is", option=advice)
+    says(fourth, "Other ran as it is")
+    says(fifth, "Late ran as it is")
     assert len(done.stderr.splitlines()) == 8
 
 

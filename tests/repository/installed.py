@@ -97,7 +97,7 @@ def has(text: str, *parts: str) -> None:
 
 def modules() -> Iterator[str]:
     """The name of every module of the distribution."""
-    yield from ("autoamp_autoload", "autoamp_cold", "autoamp_heat", "autoamp_said")
+    yield from ("autoamp_autoload", "autoamp_said")
     for package in ("autoamp", "autoamp_cli"):
         path = importlib.import_module(package).__path__
         yield package

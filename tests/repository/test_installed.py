@@ -17,8 +17,6 @@ SHIPPED = [
     "autoamp",
     "autoamp_cli",
     "autoamp_autoload.py",
-    "autoamp_cold.py",
-    "autoamp_heat.py",
     "autoamp_said.py",
 ]
 GUARDED = {

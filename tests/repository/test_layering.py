@@ -22,15 +22,13 @@ PACKAGE = REPO / "autoamp"
 BESIDE = (
     REPO / "autoamp_autoload.py",
     REPO / "autoamp_cli",
-    REPO / "autoamp_cold.py",
-    REPO / "autoamp_heat.py",
     REPO / "autoamp_said.py",
 )
 """Modules and packages of the project that are not in the package `autoamp`."""
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"autoamp_heat", "autoamp_said"}),
-    frozenset({"autoamp_cold"}),
+    frozenset({"autoamp_said"}),
+    frozenset({"runtime.no_model"}),
     frozenset({"messages"}),
     frozenset({"printed"}),
     frozenset({"errors", "dtypes", "removed"}),

@@ -60,7 +60,7 @@ def test_wheel_holds_the_package_and_the_rules(dist: tuple[Path, Path]) -> None:
     assert {"autoamp/py.typed", "autoamp_cli/py.typed"} <= set(names)
     tops = {name.partition("/")[0] for name in names}
     packages = {"autoamp", "autoamp_cli"}
-    beside = {f"autoamp_{each}.py" for each in ("autoload", "cold", "heat", "said")}
+    beside = {f"autoamp_{each}.py" for each in ("autoload", "said")}
     assert tops == {*packages, *beside, f"autoamp-{PROJECT['version']}.dist-info"}
     modules = {
         str(path.relative_to(REPO))

@@ -1,7 +1,7 @@
 """The line on a model that was not hot, where its program or a notebook's cell ends.
 
-This module stands beside the package `autoamp` and imports no part of it: a program in
-which no model is captured says the line, too.
+A program in which no model is captured says the line, too: of the package no more is
+imported here than `heat` needs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sys
 from typing import Any
 
-from autoamp_heat import SHARE, Heat
+from autoamp.auto.heat import LEAST, Heat
 from autoamp_said import say
 
 
@@ -31,12 +31,12 @@ class ColdLine:
         self.heat, self._remedy = heat, remedy
         self._process = os.getpid()  # a fork of the process has the same records
         self._shell: Any = None
-        heat.on_nearest = self._listen
+        heat.on_count = self._listen
         atexit.register(self.say)
 
     def say(self, *_: object) -> None:
         """Says which model stayed as it was: none was hot, or it has trained."""
-        nearest = self.heat.nearest
+        nearest = self.heat.nearest()
         if nearest is None or self._process != os.getpid():
             return
         module = nearest.module()
@@ -44,21 +44,24 @@ class ColdLine:
             return
         if module is not None and "_autoamp" in module.__dict__:
             return  # a part of a captured model, or converted by the script
-        self.heat.settle(module)
-        self.heat.nearest = None
+        self.heat.settle()
+        times = f"{nearest.spent:.2g} s, as predicted, and to capture it takes "
+        why = f"its calls took {times}{nearest.cost:.2g} s"
+        if nearest.is_short:
+            least = 1e3 * LEAST[nearest.trained]
+            why = f"a call takes {1e3 * nearest.seconds:.2g} ms, as predicted, and one "
+            why += f"below {least:g} ms gains nothing"
         say(
             logging.INFO,
-            f"autoamp: {nearest.name} is not hot, and ran as it is. Its calls came to "
-            f"{nearest.spent:.2g} s, as predicted; from {SHARE * nearest.cost:.2g} s "
-            f"on a capture is worth its cost. {self._remedy} captures models at their "
-            "first call",
+            f"autoamp: {nearest.name} ran as it is: {why}. {self._remedy} captures "
+            "models at their first call",
         )
 
     def end(self) -> None:
         """Says what is to be said, and listens no longer."""
         self.say()
         atexit.unregister(self.say)
-        self.heat.on_nearest = None
+        self.heat.on_count = None
         if self._shell is not None:
             self._shell.events.unregister("post_run_cell", self.say)
 
