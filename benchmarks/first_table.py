@@ -1,60 +1,42 @@
 """`python -m benchmarks.first_table`: the README's table, out of a committed table.
 
-Nothing is measured here: times and memory are those of the H100 in bf16, each as a
-share of autocast's.
+Nothing is measured here: times and memory are those of the H100 in fp16 and in bf16,
+each as a share of autocast's in the same precision.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from .first_chart import TITLES, rows_of_the_table
+from .first_chart import BF16, FP16, LEFT_OUT, TITLES, rows_of
 from .report import markdown
-from .step_times import BASELINE, shares, without_figure
-from .ways import CHANNELS_LAST
+from .step_times import BASELINE, shares
 
-LAST = f"{BASELINE}{CHANNELS_LAST}"
 HEADER = (
-    "H100, bf16, autocast = 1",
-    "autoamp",
+    "H100, autocast = 1",
+    "fp16, the default",
+    "bf16",
+    "`.half()`",
     "`.bfloat16()`",
-    "autocast, channels last",
-    "memory, autoamp",
+    "memory, bf16",
     "memory, `.bfloat16()`",
 )
 
 
-LEFT_OUT = "resnet50"
-"""The model whose time under autocast suffers most from images not channels last."""
-
-
 def rows() -> list[list[str]]:
-    """The lines of the table, and the geometric means."""
-    every: dict[str, list[float | None]] = {}
-    lines = []
-    for row in rows_of_the_table():
-        times, ways = shares(row), row["ways"]
+    """The lines of the table, and the geometric means of the models but one."""
+    every: dict[str, list[float]] = {}
+    for half, row in zip(rows_of(FP16), rows_of(BF16), strict=True):
+        fp16, bf16, ways = shares(half), shares(row), row["ways"]
         memory = {way: _memory(ways[way]) / _memory(ways[BASELINE]) for way in ways}
-        figures = [times["autoamp"], times["bfloat16"], times.get(LAST)]
-        figures += [memory["autoamp"], memory["bfloat16"]]
-        every[row["name"]] = figures
-        cells = [_cell(each, without_figure(row, LAST)) for each in figures]
-        lines.append([TITLES[row["name"]], *cells])
-    fair = [figures for name, figures in every.items() if name != LEFT_OUT]
-    without = f"mean without {TITLES[LEFT_OUT]}"
-    return [*lines, _means(without, fair), _means("mean", [*every.values()])]
-
-
-def _means(title: str, every: Sequence[Sequence[float | None]]) -> list[str]:
-    """A line of geometric means, empty where a figure is missing."""
-    cells = []
-    for column in zip(*every, strict=True):
-        found = [each for each in column if each is not None]
-        whole = len(found) == len(column)
-        cells.append(f"{statistics.geometric_mean(found):.2f}" if whole else "")
-    return [title, *cells]
+        figures = [fp16["autoamp"], bf16["autoamp"], fp16["float16"], bf16["bfloat16"]]
+        every[row["name"]] = [*figures, memory["autoamp"], memory["bfloat16"]]
+    lines = [[TITLES[name], *map(_cell, each)] for name, each in every.items()]
+    fair = zip(*(each for name, each in every.items() if name != LEFT_OUT), strict=True)
+    means = [statistics.geometric_mean(column) for column in fair]
+    return [*lines, [f"mean without {TITLES[LEFT_OUT]}", *map(_cell, means)]]
 
 
 def _memory(way: Mapping[str, Any]) -> float:
@@ -62,8 +44,8 @@ def _memory(way: Mapping[str, Any]) -> float:
     return float(way["held"] + way["peak"])
 
 
-def _cell(figure: float | None, without: str) -> str:
-    return without if figure is None else f"{figure:.2f}"
+def _cell(figure: float) -> str:
+    return f"{figure:.2f}"
 
 
 def main() -> int:

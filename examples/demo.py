@@ -1,7 +1,7 @@
 """The first minute with autoamp, beside `torch.autocast`, on this machine's CPU.
 
-1. A small GPT takes training steps in fp32, under autocast and with autoamp, in turns:
-   time, memory, casts, and the error of the gradient against fp32's.
+1. A small GPT reads one text without gradients, then takes training steps: in fp32,
+   under autocast and with autoamp, in turns.
 2. A network that overflows in fp16: the op is found, and a rule cures it.
 3. The gradient of a LayerNorm's bias under autocast on CPUs, where the truth is known.
 4. The norm weights of a model that is bf16 throughout, in training.
@@ -34,7 +34,7 @@ from torch.nn import functional
 import autoamp
 from autoamp.tools.count import count_ops
 
-VOCABULARY, LENGTH = 2000, 256
+VOCABULARY, LENGTH, PROMPT = 2000, 256, 16
 WAYS = ("fp32", "autocast", "autoamp")
 
 MORE_ERROR = 1.1
@@ -93,7 +93,7 @@ class Block(nn.Module):
 
 
 class SmallGPT(nn.Module):
-    """Predicts the next token; returns the loss."""
+    """Predicts the next token; returns the loss in training, else its scores."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -104,11 +104,14 @@ class SmallGPT(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
-        scores = self.head(self.norm(self.blocks(x)))[:, :-1]
+        x = self.norm(self.blocks(x))
+        if not self.training:
+            return self.head(x[:, -1])
+        scores = self.head(x)[:, :-1]
         return functional.cross_entropy(scores.flatten(0, 1), ids[:, 1:].flatten())
 
 
-# -- 1: a training step three ways ---------------------------------------------------
+# -- 1: a call and a training step, three ways ---------------------------------------
 
 
 @dataclass
@@ -121,8 +124,8 @@ class Run:
 
     def forward(self, *args: Tensor) -> Tensor:
         with self.context():
-            loss: Tensor = self.model(*args)
-        return loss
+            result: Tensor = self.model(*args)
+        return result
 
     def step(self, *args: Tensor) -> None:
         self.optimizer.zero_grad()
@@ -151,10 +154,17 @@ class Run:
         del loss
         return sum(sizes)
 
-    def casts(self, *args: Tensor) -> int:
-        """Casts of one training step, with those that renew low copies of weights."""
-        self.step(*args)  # so that the copies are out of date
-        counts = count_ops(lambda: self.step(*args), [*self.model.parameters()])
+    @torch.no_grad()
+    def read(self, *args: Tensor) -> None:
+        """A call without gradients, as for each token of a text that is generated."""
+        self.model.eval()
+        self.forward(*args)
+        self.model.train()
+
+    def casts(self, *args: Tensor) -> float:
+        """Casts of one call without gradients, the first one left out."""
+        self.read(*args)
+        counts = count_ops(lambda: self.read(*args), [*self.model.parameters()])
         return counts.casts.total() + counts.refreshed
 
 
@@ -186,49 +196,75 @@ def converts_by_itself(model: nn.Module, *args: Tensor) -> bool:
     return bool(autoamp.report(own).graphs)
 
 
-def seconds(runs: dict[str, Run], ids: Tensor, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step of each way in each round; the ways take turns."""
+def seconds(
+    runs: dict[str, Run], call: Callable[[Run], None], rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of a call of each way in each round; the ways take turns."""
     taken: dict[str, list[float]] = {way: [] for way in runs}
     for turn in range(rounds + 2):
         for way, run in runs.items():
             start = time.perf_counter()
-            run.step(ids)
+            call(run)
             if turn >= 2:  # the first two warm up
                 taken[way].append(time.perf_counter() - start)
     return taken
 
 
-def training_table(
+def table() -> Table:
+    """An empty table of the three ways."""
+    empty = Table(box=None, pad_edge=False)
+    for name in ("", "fp32", "autocast", "autoamp", "autoamp / autocast"):
+        empty.add_column(name, justify="right" if name else "left", no_wrap=True)
+    return empty
+
+
+def add_row(
+    rows: Table, title: str, values: dict[str, float], form: str, ratio: float
+) -> None:
+    """Adds a row of each way's value."""
+    cells = [form.format(values[way]) for way in WAYS]
+    rows.add_row(f"  {title}", *cells, f"{ratio:.2f}")
+
+
+def add_times(rows: Table, title: str, taken: dict[str, list[float]]) -> None:
+    """Adds a row of median times, and the median of their ratios."""
+    both = zip(taken["autoamp"], taken["autocast"], strict=True)
+    medians = {way: 1e3 * statistics.median(each) for way, each in taken.items()}
+    add_row(
+        rows, title, medians, "{:.0f} ms", statistics.median(a / b for a, b in both)
+    )
+
+
+def reading(runs: dict[str, Run], ids: Tensor, rounds: int, *, pays: bool) -> Table:
+    """The table of calls without gradients."""
+    prompt, rows = ids[:1, :PROMPT], table()
+    if pays:
+        taken = seconds(runs, lambda run: run.read(prompt), 2 * rounds)
+        add_times(rows, "time of a call", taken)
+    casts = {way: run.casts(prompt) for way, run in runs.items()}
+    add_row(
+        rows, "casts in a call", casts, "{:.0f}", casts["autoamp"] / casts["autocast"]
+    )
+    return rows
+
+
+def training(
     runs: dict[str, Run], ids: Tensor, rounds: int, *, pays: bool
-) -> tuple[Table, bool]:
-    """The table of the first part, and whether the error is as it should be."""
-    gradients = {way: run.gradient(ids) for way, run in runs.items()}
+) -> tuple[Table, dict[str, float]]:
+    """The table of training steps, and the error of each way's gradient."""
+    rows, gradients = table(), {way: run.gradient(ids) for way, run in runs.items()}
     truth = gradients["fp32"]
+    if pays:
+        taken = seconds(runs, lambda run: run.step(ids), rounds)
+        add_times(rows, "time of a step", taken)
+    kept = {way: run.kept_bytes(ids) / 1e6 for way, run in runs.items()}
+    ratio = kept["autoamp"] / kept["autocast"]
+    add_row(rows, "memory kept for backward", kept, "{:.0f} MB", ratio)
     errors = {
         way: ((gradient - truth).norm() / truth.norm()).item()
         for way, gradient in gradients.items()
     }
-    taken = seconds(runs, ids, rounds)
-    table = Table(box=None, pad_edge=False)
-    for name in ("", "fp32", "autocast", "autoamp", "autoamp / autocast"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-
-    def row(title: str, values: dict[str, float], form: str, ratio: float) -> None:
-        cells = [form.format(values[way]) for way in WAYS]
-        table.add_row(f"  {title}", *cells, f"{ratio:.2f}")
-
-    if pays:
-        both = zip(taken["autoamp"], taken["autocast"], strict=True)
-        shares = [a / b for a, b in both]
-        medians = {way: 1e3 * statistics.median(each) for way, each in taken.items()}
-        row("time of a step", medians, "{:.0f} ms", statistics.median(shares))
-    kept = {way: run.kept_bytes(ids) / 1e6 for way, run in runs.items()}
-    row("kept for backward", kept, "{:.0f} MB", kept["autoamp"] / kept["autocast"])
-    casts = {way: float(run.casts(ids)) for way, run in runs.items()}
-    row("casts in a step", casts, "{:.0f}", casts["autoamp"] / casts["autocast"])
-    ratio = errors["autoamp"] / errors["autocast"]
-    row("gradient's error", errors, "{:.2%}", ratio)
-    return table, ratio <= MORE_ERROR
+    return rows, errors
 
 
 # -- 2: an overflow ------------------------------------------------------------------
@@ -359,14 +395,22 @@ def main(argv: list[str] | None = None) -> int:
     pays = converts_by_itself(model, ids)
     size = sum(p.numel() for p in model.parameters()) / 1e6
     batch = f"{options.batch} x {LENGTH} tokens"
-    console.print(f"[bold]1. A GPT of {size:.1f} M parameters, {batch}, in bf16[/]")
+    console.print(f"[bold]1. A GPT of {size:.1f} M parameters in bf16[/]")
     runs = runs_of(model, pays=pays)
-    table, good = training_table(runs, ids, options.rounds, pays=pays)
-    console.print(table)
-    said = (
-        f"  Times: medians of {options.rounds} rounds, in which the three take turns."
+    console.print(f"\n  One text of {PROMPT} tokens, no gradients:")
+    console.print(reading(runs, ids, options.rounds, pays=pays))
+    if pays:
+        console.print("  Under autocast every call casts the weights again.")
+    console.print(f"\n  Training with {batch}:")
+    trained, errors = training(runs, ids, options.rounds, pays=pays)
+    console.print(trained)
+    theirs, ours = errors["autocast"], errors["autoamp"]
+    console.print(
+        f"  Its gradient is {ours:.2%} away from fp32's, under autocast {theirs:.2%}."
     )
+    said = "  Times: medians of rounds, in which the three take turns."
     console.print(said if pays else NO_UNITS)
+    good = ours <= MORE_ERROR * theirs
     rewritten = bool(autoamp.report(runs["autoamp"].model).graphs)
 
     console.print("\n[bold]2. An overflow in fp16, found and cured[/]")
@@ -375,11 +419,11 @@ def main(argv: list[str] | None = None) -> int:
         console.print(line, soft_wrap=True, markup=False)
 
     sums = {way: bias_gradient(way) for way in WAYS}
-    true, theirs, ours = (f"{sums[way]:.0f}" for way in WAYS)
+    true, lossy, exact = (f"{sums[way]:.0f}" for way in WAYS)
     console.print(
         "\n[bold]3. The gradient of a LayerNorm's bias over 1000 rows, one thread[/]"
     )
-    console.print(f"  truth {true}; autocast, on CPUs, {theirs}; autoamp {ours}")
+    console.print(f"  truth {true}; autocast, on CPUs, {lossy}; autoamp {exact}")
     console.print("  (autocast adds up in bf16, in which 256 + 1 is 256)")
 
     plain, of = norm_weights_moved(converted=False)
