@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,15 @@ def _living() -> dict[int, int]:
 
 def _most_allocated(step: Callable[[], Any]) -> int:
     """The most bytes that were allocated during `step()` and not yet freed."""
+    return max(0, *accumulate(size for _, size in allocations(step)))
+
+
+def allocations(step: Callable[[], Any]) -> list[tuple[int, int]]:
+    """What the CPU's allocator did during `step()`, in order: addresses and bytes.
+
+    The bytes are negative where memory was freed.  The profiler sees no freeing of
+    memory that was allocated while it was off.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU]
     # Torch 2.11 warns that events of earlier cycles are lost, where there is but one.
     seen = torch.profiler.profile(
@@ -104,12 +114,8 @@ def _most_allocated(step: Callable[[], Any]) -> int:
         seen.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     moves = [(e["ts"], e["args"]) for e in events if e.get("name") == "[memory]"]
-    now = most = 0
-    for _, move in sorted(moves, key=lambda pair: pair[0]):
-        if move["Device Type"] == 0:
-            now += move["Bytes"]
-            most = max(most, now)
-    return most
+    moves.sort(key=lambda pair: pair[0])
+    return [(m["Addr"], m["Bytes"]) for _, m in moves if m["Device Type"] == 0]
 
 
 @contextmanager
