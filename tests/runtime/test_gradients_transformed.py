@@ -10,6 +10,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,6 +25,7 @@ import autoamp
 from autoamp.passes import functions
 from autoamp.passes.functions import FOR_COMPILERS, LEAF_FUNCTIONS, MESH_CALLS
 from autoamp.runtime.conversion import conversion_of
+from tests.quick import one_in
 from tests.small_models import Of
 
 WIDTH = 8
@@ -416,10 +418,17 @@ KNOWN = [
 ]
 
 
-@pytest.mark.parametrize("name", TABLE)
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "name"),
+    one_in(
+        3,
+        product(["bf16", "fp16"], TABLE),
+        lambda case: (case[0] == "fp16") == bool(TABLE[case[1]].calls),
+    ),
+)
 @pytest.mark.filterwarnings(*KNOWN)
 def test_every_function_under_every_transform(precision: str, name: str) -> None:
+    """CI has all models that call ours in fp16, which scales, and a third in bf16."""
     torch.manual_seed(0)
     row = TABLE[name]
     exact = row.build().train(precision == "fp16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from autoamp.messages import bytes_text
 from autoamp.passes.check.saved_bytes import bytes_held, saved_bytes, storage_key
 from autoamp.reports.figures import StepMemory
 from tests.models import BY_NAME, Case
+from tests.quick import some_slow
 
 SEVEN = ("gpt2", "llama", "bert", "t5", "vit", "resnet", "convnext")
+IN_CI = ("llama-fp16", "bert-bf16", "resnet-fp16", "convnext-bf16")
+IN_CI += ("checkpoint-bf16", "checkpoint-fp16")
 LOW: dict[str, Any] = {"do_no_harm": False}
 
 
@@ -49,19 +53,16 @@ def counted(case: Case, **options: Any) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [
-        pytest.param(name, precision, marks=() if in_ci else pytest.mark.slow)
-        for number, name in enumerate([*SEVEN, "checkpoint"])
-        for at, precision in enumerate(("bf16", "fp16"))
-        for in_ci in [name == "checkpoint" or number % 2 == at]
-    ],
+    some_slow(
+        product([*SEVEN, "checkpoint"], ["bf16", "fp16"]),
+        lambda case: "-".join(case) not in IN_CI,
+    ),
 )
 def test_it_is_what_the_step_holds(name: str, precision: str) -> None:
-    """CI asks for each large model in one precision, and for the small one in both.
+    """CI has a decoder, an encoder and convolutions, and a small model in both dtypes.
 
     Both precisions have numbers of two bytes, and differ in the scaled edge of a graph
-    alone, which is the same for each model.  CI has decoders, encoders and convolutions
-    in both.
+    alone, which is the same for each model.
     """
     case, options = BY_NAME[name], {"precision": precision, **LOW}
     said, real = explained(case.model(), case, **options), counted(case, **options)

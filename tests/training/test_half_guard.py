@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
+from tests.quick import each_pair
 from tests.says import says
 from tests.small_models import WIDTH, Of
 from tests.training.steps import is_watched
@@ -116,13 +117,15 @@ def _begin(how: str, model: nn.Module, optimizer: Any, **options: Any) -> None:
 WAYS = ["convert", "enable", "enable, hot"]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("masters", ["auto", "off"])
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize(
+    ("how", "dtype", "masters", "name"),
+    each_pair(WAYS, [BF16, FP16], ["auto", "off"], MODELS),
+    ids={BF16: "bf16", FP16: "fp16"}.get,
+)
 def test_a_bad_batch_changes_nothing(
     how: str, dtype: torch.dtype, masters: str, name: str
 ) -> None:
+    """CI has each pair of a way, a dtype, masters and a model."""
     model = MODELS[name]().to(dtype)
     optimizer = _adam(model)
     _begin(how, model, optimizer, masters=masters)
