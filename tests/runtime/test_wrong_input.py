@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autoamp
+from tests.quick import each_pair
 from tests.small_models import BF16, Of
 
 pytestmark = pytest.mark.usefixtures("off_again")
@@ -75,9 +76,11 @@ def by_the_mode(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("trains", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("convert", [by_convert, by_the_mode])
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(
+    ("wrong", "convert", "trains"),
+    each_pair(WRONG, [by_convert, by_the_mode], [True, False]),
+    ids=lambda each: ("eval", "train")[each] if isinstance(each, bool) else None,
+)
 def test_the_error_is_the_plain_models(
     wrong: str,
     convert: Callable[[nn.Module], nn.Module],
@@ -85,6 +88,7 @@ def test_the_error_is_the_plain_models(
     capfd: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """CI has each wrong input by each way, and in each mode by one of them."""
     args, kwargs = WRONG[wrong]
     model = Model().train(trains)
     expected = error_of(copy.deepcopy(model), args, kwargs)

@@ -20,6 +20,7 @@ import autoamp
 from autoamp import compat
 from autoamp.training.ledger import GraphRun, _move
 from tests.fake_cuda import SKIPPED
+from tests.quick import each_pair
 from tests.training.steps import as_on_a_gpu, batch, mlp, scaling_of
 
 STEPS, BAD = 8, 4
@@ -85,13 +86,15 @@ def values_asked(model: nn.Module, *, own_loss: bool, parts: int) -> list[list[i
     return asked
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("own_loss", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "own_loss", "parts"),
+    each_pair(["fp16", "bf16"], [False, True], [1, 2]),
+)
 @pytest.mark.usefixtures("as_on_gpu")
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_step_asks_for_no_value_more_than_without_autoamp(
     precision: str, own_loss: bool, parts: int
 ) -> None:
+    """CI has each pair of a precision, a loss and a number of backwards."""
     plain = values_asked(
         OwnLoss() if own_loss else mlp(), own_loss=own_loss, parts=parts
     )

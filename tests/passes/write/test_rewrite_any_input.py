@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 import autoamp
 from tests.metrics import relative_error
+from tests.quick import each_with_one
 from tests.says import says
 from tests.small_models import BF16
 
@@ -205,9 +206,13 @@ def check_same(got: Any, right: Any) -> None:
         assert got == right
 
 
-@pytest.mark.parametrize("options", [BF16, FP16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", ANY)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    each_with_one(ANY, [BF16, FP16]),
+    ids=lambda each: None if isinstance(each, str) else each["precision"],
+)
 def test_a_traced_graph_at_other_inputs(name: str, options: dict[str, Any]) -> None:
+    """CI has each model in one precision, in turn."""
     model, example, others = ANY[name]
     given = fx.symbolic_trace(copy.deepcopy(model))
     low = autoamp.rewrite(given, copy.deepcopy(example), **options)
@@ -291,9 +296,9 @@ AGAIN: dict[str, Callable[[fx.GraphModule], Any]] = {
 }
 
 
-@pytest.mark.parametrize("again", AGAIN)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "again"), each_with_one(KINDS, [*AGAIN]))
 def test_containers_of_results_last(kind: str, again: str) -> None:
+    """CI has each container, made again in one way, in turn."""
     build = KINDS[kind]
     model = made(lambda self, x: build(self.line(x), x + x.shape[0]))
     given = fx.symbolic_trace(model)
@@ -310,9 +315,12 @@ def test_containers_of_results_last(kind: str, again: str) -> None:
         check_same(low(draw(8, 16)), exact)
 
 
-@pytest.mark.parametrize("again", AGAIN)
-@pytest.mark.parametrize("name", ["size", "recurrent", "dictionary", "encoder"])
+@pytest.mark.parametrize(
+    ("name", "again"),
+    each_with_one(["size", "recurrent", "dictionary", "encoder"], [*AGAIN]),
+)
 def test_saved_graphs_compute_and_refuse_alike(name: str, again: str) -> None:
+    """CI has each way to make a graph again, with one model, in turn."""
     model, example, others = ANY[name]
     low = autoamp.rewrite(fx.symbolic_trace(model), example, **BF16)
     if again == "rewritten":
