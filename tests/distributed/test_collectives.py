@@ -12,6 +12,7 @@ from tests.distributed.ranks import Ranks
 from tests.distributed.test_fsdp import sharded
 from tests.distributed.traffic import Collective, collectives
 from tests.distributed.training import Net, batch
+from tests.quick import some_slow
 
 STEPS, SETTLED = 6, 4
 """All steps, and those after which FSDP2's units have agreed on how to gather."""
@@ -49,7 +50,8 @@ def test_a_step_of_ddp_makes_no_collective_more(precision: str, two: Ranks) -> N
     assert ours == plain
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+# In CI fp16, of which the ranks agree on the scale as well.
+@pytest.mark.parametrize("precision", some_slow(["fp16", "bf16"], "bf16".__eq__))
 def test_a_step_of_fsdp2_makes_one_small_collective_more(
     precision: str, two: Ranks
 ) -> None:

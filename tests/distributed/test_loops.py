@@ -17,6 +17,7 @@ import autoamp
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_fsdp import sharded
 from tests.distributed.training import Net, batch, sums, was_skipped
+from tests.quick import each_pair
 
 STEPS, BAD = 8, (2, 3, 6)
 """All steps, and those in which the gradients of one rank overflow."""
@@ -175,13 +176,16 @@ def _numbers(net: nn.Module) -> Iterator[float]:
     return (each.item() for each in sums(net))
 
 
-@pytest.mark.parametrize("own_loss", [False, True])
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("wrap", LOOPS)
+@pytest.mark.parametrize(
+    ("wrap", "precision", "own_loss"), each_pair(LOOPS, ["fp16", "bf16"], [False, True])
+)
 def test_ranks_go_on_together(
     wrap: str, precision: str, own_loss: bool, two: Ranks
 ) -> None:
-    """The loops of one case run on one capture: each has a net and state of its own."""
+    """The loops of one case run on one capture: each has a net and state of its own.
+
+    CI has each wrapper in each precision, and with each loss in one of them.
+    """
     results = two.run(run, wrap, precision, own_loss=own_loss, deadline=200)
     assert results[0].keys() == results[1].keys()
     for loop, (_, expected, _) in results[0].items():
