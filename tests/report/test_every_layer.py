@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import autoamp
 from tests.logs import warned
+from tests.quick import some_slow
 from tests.says import says
 from tests.small_models import BF16, Of
 
@@ -160,8 +161,17 @@ def look_at_all(report: autoamp.Report) -> None:
             assert row.name in report.why(row.name, section.key)
 
 
-@pytest.mark.parametrize("name", layers())
+def with_one_rank(names: list[str]) -> list[Any]:
+    """The names, of which a layer of several ranks has one that is not slow."""
+    stems = {name: name[:-2] if name[-2:] in BY_RANK else name for name in names}
+    ranks = [[n for n in names if stems[n] == s] for s in dict.fromkeys(stems.values())]
+    quick = {each[i % len(each)] for i, each in enumerate(ranks)}
+    return some_slow(names, lambda name: name not in quick)
+
+
+@pytest.mark.parametrize("name", with_one_rank(layers()))
 def test_each_layer(name: str) -> None:
+    """CI has each layer, in one of its ranks, in turn."""
     model, given = between(name)
     autoamp.convert(model, **BF16)
     model(*given).backward()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.quick import each_with_one, one_in
 from tests.spelled import sweep
 from tests.spelled.data import Situation
 from tests.spelled.layers import Layer
@@ -39,15 +40,18 @@ def test_what_was_found_to_be_wrong_is_right(case: sweep.Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("case", sweep.sampled(SAMPLED), ids=str)
+# The cases have the two precisions by turns, so that one in three has both.
+@pytest.mark.parametrize("case", one_in(3, sweep.sampled(SAMPLED)), ids=str)
 def test_a_spelling_is_as_true_as_under_autocast(case: sweep.Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", USUAL)
+@pytest.mark.parametrize(("name", "precision"), each_with_one(USUAL, ["bf16", "fp16"]))
 def test_a_usual_spelling_is_replaced(name: str, precision: str) -> None:
-    """GPT-2's GELU, Llama's and T5's norms, written softmax, and more."""
+    """GPT-2's GELU, Llama's and T5's norms, written softmax, and more.
+
+    CI has each spelling in one precision, in turn.
+    """
     spelling = sweep.SPELLINGS[name]
     verdict = judged(Subject(spelling, Situation(), precision))
     assert not verdict.fails, str(verdict)
