@@ -1,9 +1,8 @@
 """Turns autoamp on where `AUTOAMP_ENABLE` asks for it; torch itself calls this.
 
 `autoload` is an entry point of the group `torch.backends`, which torch calls at the end
-of `import torch`.  This module stands beside the package `autoamp`, not in it, because
-importing any part of the package imports all of it, and most processes that import
-torch never ask for it.
+of `import torch`.  Most processes that import torch never ask for autoamp: of the
+package nothing is imported here before it is needed.
 """
 
 from __future__ import annotations

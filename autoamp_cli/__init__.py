@@ -1,8 +1,7 @@
 """The command `autoamp`: a group of commands, one file each.
 
-This package stands beside the package `autoamp`, not in it, because importing any part
-of `autoamp` imports torch, and `--help` and shell completion should answer at once.  So
-each command imports what it needs when it runs.
+`--help` and shell completion should answer at once, and to import torch takes seconds.
+So each command imports what it needs when it runs.
 """
 
 from __future__ import annotations
