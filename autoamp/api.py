@@ -210,8 +210,11 @@ def report(model: nn.Module) -> Report:
     answer = report_on(model)
     if answer is not None:
         return answer
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    if any(each in REVERTED for each in modules):
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(
+            f"report() takes a torch.nn.Module, not {class_name(model)}"
+        )
+    if any(each in REVERTED for each in model.modules()):
         raise UnsupportedModelError(
             f"{class_name(model)} is converted no more, and its report is gone: "
             "autoamp.revert or autoamp.disable was called, or the run of a trainer's "

@@ -199,8 +199,10 @@ class PassOptions:
             if name in REMOVED:
                 raise OptionError(f"{name}= was removed: {REMOVED[name]}")
             if name not in there:
+                close = difflib.get_close_matches(name, there, 1)
+                meant = f"; did you mean {close[0]}?" if close else ";"
                 raise OptionError(
-                    f"unknown option {name!r}; the options are {', '.join(there)}"
+                    f"unknown option {name!r}{meant} the options are {', '.join(there)}"
                 )
         return dataclasses.replace(self, **changes)
 

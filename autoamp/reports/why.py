@@ -262,7 +262,7 @@ def _casts(section: Section, casts: tuple[tuple[str, str], ...]) -> list[str]:
 
 def _unknown(section: Section, name: str, ops: list[str]) -> str:
     names = [*section.rewritten.facts.nodes, *(c.name for c in section.casts)]
-    close = difflib.get_close_matches(name, names, n=5, cutoff=0.5)
+    close = difflib.get_close_matches(str(name), names, n=5, cutoff=0.5)
     if close:
         return (
             f"graph {section.key} has no node {name!r}; did you mean "

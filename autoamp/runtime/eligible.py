@@ -251,6 +251,7 @@ def for_model(model: nn.Module, options: Options, low: torch.dtype | None) -> Op
 
     Raises:
         OptionError: a pattern of `keep=` fits no module of the model.
+        RulesError: the rules are unusable for the dtype.
     """
     first = {id(module): path for path, module in compat.modules_in(model)}
     named = [
@@ -265,8 +266,10 @@ def for_model(model: nn.Module, options: Options, low: torch.dtype | None) -> Op
             raise unfitting(pattern, paths, class_name(model))
     own = dict(_own(model, low))
     others = [(path, own_path) for path, own_path in named if path != own_path]
-    # Rules take 30 ms to read, which a model without tied modules needs not yet.
-    read = options.resolve_rules(low).keep if low and others else ()
+    # Rules take 30 ms to read, which a model without tied modules needs not yet; given
+    # rules may be unusable for the dtype.
+    needed = bool(others) or options.rules is not None
+    read = options.resolve_rules(low).keep if low and needed else ()
     for pattern in (*options.keep, *read):
         for path, own_path in others:
             if fits(pattern, (path,)):
@@ -285,6 +288,8 @@ def unfitting(pattern: str, paths: Collection[str], where: str) -> OptionError:
     if pattern.endswith(".*"):
         stem, star = pattern[:-2], ".*"
     close = difflib.get_close_matches(stem, sorted(filter(None, paths)), 1, 0.0)
+    # A module without modules in it is named by its path.
+    star *= bool(close) and close[0] != stem
     hint = f"did you mean {close[0] + star!r}?" if close else "it has no modules"
     return OptionError(
         f"keep={pattern!r} fits no module of {where}; {hint} A pattern is the path of "

@@ -91,7 +91,8 @@ def call_keywords(
         )
     if not isinstance(kwargs, Mapping | None):
         raise OptionError(
-            f"kwargs={kwargs!r} is not a dict of keyword arguments of the model"
+            f"kwargs= is a {type(kwargs).__name__}, not a dict of keyword arguments of "
+            "the model"
         )
     return dict(kwargs or {})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.dtypes import needs_loss_scale
 from autoamp.errors import OptionError
-from autoamp.messages import class_name
+from autoamp.messages import class_name, printable
 from autoamp.passes.graph_record import Prepared, Rewritten
 from autoamp.runtime.eligible import home_of
 from autoamp.runtime.examine import Examiner, replanned, twin_of
@@ -58,6 +59,31 @@ class Outcome(NamedTuple):
     output: Any
     loss: Tensor | None = None
     gradients: Sequence[Tensor | None] = ()
+
+
+def check_loss_fn(loss_fn: object) -> None:
+    """Raises where a given `loss_fn` cannot be called with an output alone.
+
+    Raises:
+        OptionError: `loss_fn` is no function, or needs more than the output.
+    """
+    if loss_fn is None:
+        return
+    if not callable(loss_fn):
+        shown = printable(repr(loss_fn))
+        raise OptionError(f"loss_fn={shown} is not a function of the model's output")
+    called = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    try:
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):  # a function of C has none
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise OptionError(
+            f"loss_fn is called with the model's output alone ({error}); give it the "
+            "rest: loss_fn=lambda output: F.cross_entropy(output, target)"
+        ) from None
 
 
 def outcome_of(

@@ -17,13 +17,14 @@ from torch import nn
 from autoamp import compat
 from autoamp.dtypes import short_name
 from autoamp.errors import OptionError, UnsupportedModelError
-from autoamp.messages import class_name, printable_line, told
+from autoamp.messages import class_name, printable, printable_line, told
 from autoamp.passes.check.saved_bytes import saved_bytes
 from autoamp.passes.decide.devices import available
 from autoamp.passes.decide.devices import device_of as figures_of_device
 from autoamp.passes.speeds.clock import device_name, finish
 from autoamp.runtime.eligible import home_of
 from autoamp.runtime.examine import checked_model, options_for
+from autoamp.runtime.stand_in import check_loss_fn
 from autoamp.tools import bench_memory as memory
 from autoamp.tools.bench import Bench, Row
 from autoamp.tools.bench_step import (
@@ -109,8 +110,22 @@ def bench_model(
         "steps": (steps, 1),
     }
     for name, (number, least) in numbers.items():
+        if number is not None and not isinstance(
+            number, (int, float) if name == "seconds" else int
+        ):
+            raise OptionError(f"{name}={number!r} is not a whole number")
         if number is not None and not number >= least:  # NaN is refused too
             raise OptionError(f"{name}={number} is too small: give at least {least}")
+    check_loss_fn(loss_fn)
+    if optimizer is not None and not callable(optimizer):
+        raise OptionError(
+            "optimizer= takes a function of the parameters, as torch.optim.AdamW, and "
+            f"no optimizer that is made already ({class_name(optimizer)})"
+        )
+    if data is not None and not isinstance(data, Iterable):
+        raise OptionError(
+            f"data={printable(repr(data))} cannot be iterated over for batches"
+        )
     call = (tuple(args), dict(kwargs))
     kind = "generate" if generate else "inference" if infer else "training"
     task = Task(kind, call, generate, loss_fn, optimizer or adamw, data)

@@ -67,7 +67,7 @@ class Held:
             return torch.cuda.max_memory_allocated(self._device) - self._cuda
         if self._device.type != "cpu":
             return None
-        return self.more() + _most_allocated(step)
+        return self.more() + max(0, *accumulate(size for _, size in allocations(step)))
 
     def _allocated(self) -> int:
         torch.cuda.synchronize(self._device)
@@ -84,11 +84,6 @@ def _living() -> dict[int, int]:
             address, size = compat.storage_span(thing)
             found[address] = max(size, found.get(address, 0))
     return found
-
-
-def _most_allocated(step: Callable[[], Any]) -> int:
-    """The most bytes that were allocated during `step()` and not yet freed."""
-    return max(0, *accumulate(size for _, size in allocations(step)))
 
 
 def allocations(step: Callable[[], Any]) -> list[tuple[int, int]]:

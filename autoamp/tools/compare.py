@@ -49,7 +49,14 @@ from autoamp.runtime.examine import (
     checked_model,
     examined,
 )
-from autoamp.runtime.stand_in import Call, Heard, LossFn, StandIn, relative_error
+from autoamp.runtime.stand_in import (
+    Call,
+    Heard,
+    LossFn,
+    StandIn,
+    check_loss_fn,
+    relative_error,
+)
 from autoamp.tools.named import given
 from autoamp.training.options import OPTION_NAMES, Options
 
@@ -301,7 +308,9 @@ def compare_model(
     """
     made = given("compare", model, args, kwargs)
     model, args, kwargs = checked_model(made.model), made.args, made.kwargs
-    if tolerance is not None and not 0 < tolerance < math.inf:
+    check_loss_fn(loss_fn)
+    is_number = isinstance(tolerance, int | float) and 0 < tolerance < math.inf
+    if tolerance is not None and not is_number:
         raise OptionError(f"tolerance={tolerance!r} is not a positive number")
     low, _ = required_precision(model, options)
     call: Call = (args, dict(kwargs))

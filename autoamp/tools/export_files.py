@@ -127,7 +127,9 @@ def opened(path: Path_) -> tuple[Any, Plan, SavedReport]:
     except (OSError, ValueError, TypeError) as error:
         raise OptionError(f"{shown}: cannot be read ({error})") from None
     if not there:
-        raise OptionError(f"{shown}: there is no such file")
+        is_folder = Path(path).is_dir()
+        why = "it is a directory" if is_folder else "there is no such file"
+        raise OptionError(f"{shown}: {why}")
     if suffix == SUFFIXES["onnx"]:
         return onnx_files.opened(path, shown)
     try:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autoamp.dtypes import NARROWEST, largest, short_name
-from autoamp.errors import AutoampError, OptionError, UnsupportedModelError
+from autoamp.errors import AutoampError, UnsupportedModelError
 from autoamp.messages import FULL_WIDTH, class_name, shorten, told
 from autoamp.passes.check.promised_dtypes import Held
 from autoamp.passes.graph_record import Prepared, Rewritten
@@ -32,6 +32,7 @@ from autoamp.runtime.stand_in import (
     Call,
     LossFn,
     StandIn,
+    check_loss_fn,
     copied,
     outcome_of,
     own_loss,
@@ -349,10 +350,7 @@ def find_overflow_model(
         OptionError: an option is unusable, or the loss is no scalar.
     """
     model = checked_model(model)
-    if loss_fn is not None and not callable(loss_fn):
-        raise OptionError(
-            f"loss_fn={loss_fn!r} is not a function of the model's output"
-        )
+    check_loss_fn(loss_fn)
     call: Call = (args, dict(kwargs))
     _check_devices(model, call)
     # By default a model that is not converted is examined in fp16.

@@ -128,10 +128,12 @@ class Rules(Printed):
         for other in others:
             clash = {merged.dtype, other.dtype} - {"any"}
             if len(clash) == 2:
+                cure = 'say dtype = "any" in its [meta] if it holds for both'
+                if other.name in BUILTIN:
+                    cure = "give precision= its dtype, or no rules="
                 raise RulesError(
                     f"{other.name} is written for {other.dtype} but {merged.name} "
-                    f'for {merged.dtype}; say dtype = "any" in its [meta] if it '
-                    "holds for both"
+                    f"for {merged.dtype}; {cure}"
                 )
             merged = Rules(
                 f"{merged.name} + {other.name}",

@@ -158,7 +158,12 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
         autoamp.OptionError,
         ["kwargs={'options': ...}"],
     ),
-    "no keyword arguments": (line(), {"kwargs": "x"}, autoamp.OptionError, ["'x'"]),
+    "no keyword arguments": (
+        line(),
+        {"kwargs": "x"},
+        autoamp.OptionError,
+        ["kwargs= is a str"],
+    ),
 }
 
 
