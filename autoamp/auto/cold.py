@@ -45,12 +45,15 @@ class ColdLine:
         if module is not None and "_autoamp" in module.__dict__:
             return  # a part of a captured model, or converted by the script
         self.heat.settle()
-        times = f"{nearest.spent:.2g} s, as predicted, and to capture it takes "
-        why = f"its calls took {times}{nearest.cost:.2g} s"
+        why = (
+            f"its calls are predicted to take {nearest.spent:.2g} s, and its capture "
+            f"{nearest.cost:.2g} s"
+        )
         if nearest.is_short:
-            least = 1e3 * LEAST[nearest.trained]
-            why = f"a call takes {1e3 * nearest.seconds:.2g} ms, as predicted, and one "
-            why += f"below {least:g} ms gains nothing"
+            why = (
+                f"a call is predicted to take {1e3 * nearest.seconds:.2g} ms, and one "
+                f"below {1e3 * LEAST[nearest.trained]:g} ms gains nothing"
+            )
         say(
             logging.INFO,
             f"autoamp: {nearest.name} ran as it is: {why}. {self._remedy} captures "
