@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -170,13 +169,9 @@ def end_lazy_clone(tensor: torch.Tensor) -> None:
 def version_counter(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without memory that has the version counter of `tensor`, a plain one."""
     counter = tensor.detach()
-    counter.data = _empty(tensor.device, tensor.dtype)
+    # Not one for all: a tensor made among fake tensors is fake.
+    counter.data = tensor.new_empty(0)
     return counter
-
-
-@cache
-def _empty(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(0, device=device, dtype=dtype)
 
 
 def storage_span(tensor: torch.Tensor) -> tuple[int, int]:
