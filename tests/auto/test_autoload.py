@@ -112,12 +112,12 @@ def test_a_variable_that_turns_nothing_on_is_told_once_a_program(
 
 IMPORTED = """
 import sys, torch
-heavy = "autoamp networkx rich click torch._dynamo".split()
+heavy = "autoamp.auto.switch networkx rich click torch._dynamo".split()
 found = [name for name in heavy if name in sys.modules]
 print(found, "autoamp_autoload" in sys.modules)
 model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
 model(torch.ones(1, 2)).sum().backward()
-print("autoamp" in sys.modules, torch.nn.Module.__call__.__module__)
+print("autoamp.auto.switch" in sys.modules, torch.nn.Module.__call__.__module__)
 """
 
 

@@ -257,7 +257,7 @@ for _ in range(20):
     loss = model(torch.ones(4, 8)).square().mean()
     loss.backward()
     optimizer.step()
-print(repr(loss.item()), "autoamp.api" in sys.modules)
+print(repr(loss.item()), "autoamp.auto.switch" in sys.modules)
 """
 
 

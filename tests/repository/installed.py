@@ -50,7 +50,7 @@ import sys, models
 model, args = models.small()
 for _ in range(3):
     model(*args).sum().backward()
-print("autoamp" in sys.modules)
+print("autoamp.auto.switch" in sys.modules)
 """
 HELP = """
 import sys
