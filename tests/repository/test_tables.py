@@ -45,6 +45,7 @@ from tests.says import says
 PAGES = {
     "calibrate-nvidia-h100-80gb-hbm3": "speeds",
     "curves": "curves",
+    "short_scripts": "short_scripts",
     "zoo": "zoo",
 }
 """Pages of tables that are measured at one go, and their modules."""
