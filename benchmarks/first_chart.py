@@ -73,7 +73,7 @@ def chart() -> str:
     ends = f'x1="{one:.1f}" x2="{one:.1f}" y1="{TOP - 6}" y2="{bottom - GAP + 4}"'
     parts.append(f'<line class="one" {ends}/>')
     if unfair:
-        said = "* has convolutions; autocast with channels last: not measured there"
+        said = "* autocast was not given channels last; means leave out ResNet-50"
         parts.append(_text(0, bottom + 10, said, "small"))
     size = f'viewBox="0 0 {WIDTH} {bottom + 18}" width="{WIDTH}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
