@@ -221,7 +221,7 @@ def test_a_question_takes_a_dict_of_arguments(question: str) -> None:
     given = (X,) if question == "export" else X
     with pytest.raises(autoamp.OptionError) as raised:
         getattr(autoamp, question)(nn.Linear(WIDTH, 4), given, kwargs=[X])
-    says(raised, option="kwargs=[")
+    says(raised, "kwargs= is a list", "not a dict")
 
 
 @pytest.mark.parametrize("kind", [TakesAPrecision, TakesAnything])

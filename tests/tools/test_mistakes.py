@@ -90,7 +90,7 @@ def test_rules_of_another_precision_are_refused_before_a_call() -> None:
     ):
         with pytest.raises(autoamp.RulesError) as raised:
             ask()
-        says(raised, "fp16 is written for float16", "or no rules=")
+        says(raised, "fp16 is written for float16", "or no rules")
 
 
 def test_a_report_of_no_module() -> None:

@@ -130,7 +130,7 @@ class Rules(Printed):
             if len(clash) == 2:
                 cure = 'say dtype = "any" in its [meta] if it holds for both'
                 if other.name in BUILTIN:
-                    cure = "give precision= its dtype, or no rules="
+                    cure = "give the precision that the set is for, or no rules"
                 raise RulesError(
                     f"{other.name} is written for {other.dtype} but {merged.name} "
                     f"for {merged.dtype}; {cure}"
