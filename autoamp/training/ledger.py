@@ -301,14 +301,20 @@ class Backwards:
 
         A gradient that was not finite as it entered is the script's own.  Where an
         optimizer is known to hold one of `grads`, a backward counts if it went through
-        weights of that optimizer; else each of the last backwards counts.
+        weights of that optimizer, or may have; else each of the last ones counts.
         """
         ids = set(map(id, grads))
         optimized = [b.params for b in boundaries()]
         owned = [ps for ps in optimized if any(id(p.grad) in ids for p in ps)]
         held = {id(p): p for params in owned for p in params}
         runs = self.unread()
-        behind = {r.backward_id for r in runs if not held or r.leaves.are_among(held)}
+        behind = {
+            r.backward_id
+            for r in runs
+            # Through computed inputs an overflow goes on to weights of no leaf, as to
+            # those of a module that is not captured, or to FSDP's flat ones.
+            if not held or r.origin.computed or r.leaves.are_among(held)
+        }
         overflowed = [r for r in runs if r.backward_id in behind and r.overflowed]
         return any(r.entered is None or bool(r.entered.isfinite()) for r in overflowed)
 

@@ -301,6 +301,25 @@ def test_clipping_still_refuses_a_loss_that_is_nan(
         clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
 
+def test_clipping_of_weights_before_the_graph_that_overflows(request) -> None:
+    """Their optimizer holds no weight of that graph, which passes its gradient on."""
+    request.addfinalizer(autoamp.disable)
+    autoamp.enable(precision="fp16", do_no_harm=False)
+    model, x = Judged(), x_of(64)
+    before = nn.Parameter(torch.ones(WIDTH))
+    optimizers = [torch.optim.SGD(ps, 1e-6) for ps in ([before], model.parameters())]
+    overflows = 0
+    for _ in range(12):
+        (10 * model(x * before)).backward()
+        clip_grad_norm_([before], 1.0, error_if_nonfinite=True)
+        assert before.grad is not None
+        overflows += not before.grad.isfinite().all()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    assert overflows
+
+
 def test_a_model_converted_by_name_tells_of_an_overflow_nobody_skips(caplog) -> None:
     model, x = Judged(), x_of(64)
     autoamp.convert(model, precision="fp16", do_no_harm=False)
