@@ -122,7 +122,7 @@ SECONDS ?= 600
 fuzz: $(VENV)/.ready ## New examples for all property tests and state machines, for SECONDS=600
 	$(BIN)/python -m tests.fuzz $(SECONDS)
 
-mutants: $(VENV)/.ready ## Which faults planted in the passes the tests find (hours)
+mutants: $(VENV)/.ready ## Which faults planted in the passes and in training the tests find (hours)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
 	  --constraint constraints.txt --editable '.[mutation]'
 	$(BIN)/python -m benchmarks.mutation

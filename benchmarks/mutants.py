@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from libcst import ClassDef, CSTNode, FunctionDef, Module, metadata, parse_module
+from libcst import CSTNode, FunctionDef, metadata, parse_module
 from mutmut.mutation.file_mutation import MutationVisitor, deep_replace
 from mutmut.mutation.mutators import mutation_operators
 from mutmut.mutation.pragma_handling import IgnoredCode
@@ -34,7 +34,7 @@ class Mutant:
         line: where it starts, in the file as it is.
         change: the lines taken away and put in, as a diff has them.
         twin: 1, or which of several that read the same.
-        code: the whole file, changed.
+        make: gives the whole file, changed; for a whole package that takes minutes.
     """
 
     path: str
@@ -42,7 +42,7 @@ class Mutant:
     line: int
     change: str
     twin: int
-    code: str
+    make: Callable[[], str]
 
     @property
     def key(self) -> str:
@@ -57,41 +57,34 @@ def mutants(path: Path, root: Path) -> list[Mutant]:
     visitor = MutationVisitor(mutation_operators, NOTHING_IGNORED)
     module = wrapper.visit(visitor)
     positions = wrapper.resolve(metadata.PositionProvider)
-    statements = _statements(module)
     found = []
     twins: Counter[str] = Counter()
     for mutation in visitor.mutations:
         function = mutation.contained_by_top_level_function
         if not isinstance(function, FunctionDef):
             continue
-        whole = statements[function]
-        changed = deep_replace(whole, mutation.original_node, mutation.mutated_node)
-        assert isinstance(changed, CSTNode)
-        old, new = module.code_for_node(whole), module.code_for_node(changed)
-        assert module.code.count(old) == 1
-        change = _difference(old, new)
+        old, new = mutation.original_node, mutation.mutated_node
+        change = _difference(
+            *map(module.code_for_node, (function, _with(function, old, new)))
+        )
         twins[function.name.value + change] += 1
         found.append(
             Mutant(
                 str(path.relative_to(root)),
                 function.name.value,
-                positions[mutation.original_node].start.line,
+                positions[old].start.line,
                 change,
                 twins[function.name.value + change],
-                module.code.replace(old, new),
+                lambda old=old, new=new: module.code_for_node(_with(module, old, new)),
             )
         )
     return sorted(found, key=lambda m: m.line)
 
 
-def _statements(module: Module) -> dict[CSTNode, CSTNode]:
-    """The statement of the file that each function or method is, or is in."""
-    found: dict[CSTNode, CSTNode] = {}
-    for statement in module.body:
-        found[statement] = statement
-        if isinstance(statement, ClassDef):
-            found.update(dict.fromkeys(statement.body.body, statement))
-    return found
+def _with(whole: CSTNode, old: CSTNode, new: CSTNode) -> CSTNode:
+    changed = deep_replace(whole, old, new)
+    assert isinstance(changed, CSTNode)
+    return changed
 
 
 def _difference(before: str, after: str) -> str:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.mutation`: which faults in the layers that decide go unnoticed.
+"""`python -m benchmarks.mutation`: which faults in the layers below go unnoticed.
 
 Every mutant of these layers (or a sample of each file's) is put in place in a fork of
 one pytest session, which has torch imported and the tests collected; there the tests
@@ -24,6 +24,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import date
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,14 @@ from . import report
 from .mutants import Mutant, mutants, put_in_place, watch
 from .report import ROOT
 
-LAYERS = (
-    "autoamp/passes/decide",
-    "autoamp/passes/write",
-    "autoamp/passes/check",
-)
-TESTS = ("tests/passes", "tests/table")
-"""The folders of the tests whose subject these layers are."""
+PASSES = ("tests/passes", "tests/table")
+LAYERS = {
+    "autoamp/passes/decide": PASSES,
+    "autoamp/passes/write": PASSES,
+    "autoamp/passes/check": PASSES,
+    "autoamp/training": ("tests/training",),
+}
+"""The folders of the tests whose subject each layer is."""
 
 JUDGED = Path(__file__).parent / "survivors.toml"
 """What was found on looking at the mutants that survive."""
@@ -194,7 +196,7 @@ class Session:
             return "not covered", ""
 
         def job() -> str:
-            put_in_place(mutant.path, mutant.code)
+            put_in_place(mutant.path, mutant.make())
             return self.run_tests(items)
 
         failure = in_fork(job, limit)
@@ -220,7 +222,8 @@ def _warm_up() -> None:
 def choose(share: float, paths: Sequence[Path]) -> tuple[list[Mutant], Counter[str]]:
     """A `share` of the mutants of each file, and how many mutants each file has.
 
-    It is always the same ones while they exist, and of a larger share a part.
+    One of each file is chosen at least.  It is always the same ones while they exist,
+    and of a larger share a part.
     """
 
     def place(mutant: Mutant) -> bytes:
@@ -231,7 +234,8 @@ def choose(share: float, paths: Sequence[Path]) -> tuple[list[Mutant], Counter[s
     for path in paths:
         every = sorted(mutants(path, ROOT), key=place)
         numbers.update(m.path for m in every)
-        chosen += sorted(every[: round(share * len(every))], key=lambda m: m.line)
+        number = min(len(every), max(1, round(share * len(every))))
+        chosen += sorted(every[:number], key=lambda m: m.line)
     return chosen, numbers
 
 
@@ -245,16 +249,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=60.0,
         help="CPU seconds of tests a mutant",
     )
-    parser.add_argument("--only", default="", help="files whose path has this in it")
+    parser.add_argument("--only", default="", help="files with this in their path")
     parser.add_argument("--again", action="store_true", help="only the unkilled ones")
+    parser.add_argument("--quick", action="store_true", help="only by quick tests")
     parser.add_argument("--out", type=Path, default=report.RESULTS / "mutation")
     options = parser.parse_args(arguments)
     paths = [p for layer in LAYERS for p in sorted((ROOT / layer).rglob("*.py"))]
-    paths = [p for p in paths if options.only in str(p.relative_to(ROOT))]
     chosen, numbers = choose(options.share, paths)
     known = {}
     kept = options.out.with_suffix(".json")
-    if options.again and kept.exists():
+    if (options.again or options.only) and kept.exists():
         known = {e.pop("key"): e for e in json.loads(kept.read_text())["mutants"]}
     found = {m.key: known[m.key] for m in chosen if m.key in known}
 
@@ -270,17 +274,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     todo = [
         m
         for m in chosen
-        if found.get(m.key, {}).get("outcome") not in ("killed", "timed out")
+        if options.only in m.path
+        and found.get(m.key, {}).get("outcome") not in ("killed", "timed out")
     ]
     todo.sort(key=lambda m: m.key not in found)  # those that survived before
     silent = ("-p", "no:cacheprovider", "-p", "no:terminal", "-o", "timeout=0", "-s")
-    wanted = ("-m", "not slow and not gpu", "-k", "not process")
-    code = pytest.main(
-        [*silent, *wanted, *TESTS], plugins=[Session(todo, options.budget, done)]
-    )
-    if code:
+    quick = " and not thorough" if options.quick else ""
+    wanted = ("-m", f"not slow and not gpu{quick}", "-k", "not process")
+    layers = [x for x in LAYERS if any(m.path.startswith(x) for m in todo)]
+    tests = sorted({folder for layer in layers for folder in LAYERS[layer]})
+    session = Session(todo, options.budget, done)
+    if todo and (code := pytest.main([*silent, *wanted, *tests], plugins=[session])):
         return int(code)
-    text, killed = table([m for m in chosen if m.key in found], numbers, found)
+    made = f"{options.share:g} of the mutants of mutmut in each file, by a seed"
+    made += f", on {date.today()} at commit {report.commit()}"
+    text, killed = table(made, [m for m in chosen if m.key in found], numbers, found)
     options.out.with_suffix(".md").write_text(text)
     print(text)
     return 1 if killed < WANTED else 0
@@ -294,7 +302,7 @@ def _write(out: Path, chosen: Sequence[Mutant], found: dict[str, Any]) -> None:
 
 
 def table(
-    run: Sequence[Mutant], numbers: Counter[str], found: dict[str, Any]
+    made: str, run: Sequence[Mutant], numbers: Counter[str], found: dict[str, Any]
 ) -> tuple[str, float]:
     """The table in Markdown of the mutants that were run, and the share killed."""
     rows = []
@@ -306,10 +314,7 @@ def table(
         cells = map(str, (total, len(here), *counts))
         rows.append((path or "all", *cells, f"{100 * killed:.1f} %"))
     header = ("file", "mutants", "run", *OUTCOMES, "share killed")
-    intro = (
-        "Mutants of mutmut; those that were run are a seeded sample of each file.  One "
-        "that never ends is killed too."
-    )
+    intro = f"A share of {made}.  A mutant that never ends is killed too."
     text = "\n\n".join(
         [
             intro,
