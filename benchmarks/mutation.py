@@ -13,6 +13,7 @@ import gc
 import hashlib
 import importlib
 import json
+import math
 import os
 import pickle
 import select
@@ -117,12 +118,10 @@ class Session:
                 break
         return self.failure
 
-    def find_lines(
-        self, items: Sequence[pytest.Item], files: Sequence[str]
-    ) -> Lines | str:
+    def find_lines(self, items: Sequence[pytest.Item], files: Sequence[str]) -> Lines:
         """Runs every test once and watches which statements it reaches.
 
-        Gives what went wrong instead where one fails.
+        A test that fails is named, and is left out.
         """
         seen: set[tuple[str, int]] = set()
         reached: dict[tuple[str, int], list[str]] = {}
@@ -136,10 +135,12 @@ class Session:
             began = time.process_time()
             item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
             seconds[item.nodeid] = time.process_time() - began
+            if self.failure:
+                print(f"left out: {self.failure}", file=sys.stderr, flush=True)
+                seconds[item.nodeid], self.failure = math.inf, ""
+                continue
             for place in seen:
                 reached.setdefault(place, []).append(item.nodeid)
-        if self.failure:
-            return self.failure
         return Lines(starts, reached, seconds)
 
     def _within_budget(
@@ -174,7 +175,7 @@ class Session:
         files = sorted({m.path for m in self.chosen})
         lines = in_fork(lambda: self.find_lines(session.items, files), 3600)
         if not isinstance(lines, Lines):
-            raise pytest.UsageError(f"fails without a mutant: {lines}")
+            raise pytest.UsageError(f"no test ends without a mutant: {lines}")
         every = self._within_budget(session.items, lines.seconds)
         if failure := in_fork(lambda: self.run_tests(every), 3600):
             raise pytest.UsageError(f"fails without a mutant: {failure}")

@@ -7,6 +7,7 @@ from autoamp.passes.decide.cost import Prices, price_graph
 from autoamp.passes.decide.devices import (
     Device,
     Rates,
+    available,
     device_of,
     named_device,
     rate_at,
@@ -50,6 +51,7 @@ __all__ = [
     "Rates",
     "Verdict",
     "assign",
+    "available",
     "build_problem",
     "costs_of",
     "device_of",

@@ -24,6 +24,7 @@ from tests.passes.decide.door import (
     Facts,
     Prices,
     Rates,
+    available,
     device_of,
     flops_of,
     formula_of,
@@ -312,6 +313,7 @@ def flops(function: Callable[..., Any], shapes: Shapes) -> int:
         (F.conv1d, [(2, 4, 9), (6, 4, 3), (6,)]),
         (F.conv2d, [(2, 4, 9, 8), (6, 4, 3, 2)]),
         (partial(F.conv2d, groups=2), [(2, 4, 9, 8), (6, 2, 3, 2)]),
+        (F.conv1d, [(2, 4, 9), (1, 4, 3)]),  # one filter
         (F.conv_transpose2d, [(2, 4, 5, 5), (4, 6, 3, 3)]),
         (partial(F.conv_transpose1d, stride=2), [(2, 4, 5), (4, 6, 3)]),
         (lambda x: torch.mm(x, x), [(5, 5)]),
@@ -356,6 +358,7 @@ IN_LAYER = 2 * 10 * (4 * 16 * 16 + 2 * 16 * 32) + 4 * 10 * 5 * 16
         (torch.addmv, [(3,), (3, 5), (5,)], 2 * 3 * 5),
         (torch.dot, [(5,), (5,)], 2 * 5),
         (torch.linalg.vecdot, [(3, 5), (3, 5)], 2 * 3 * 5),
+        (lambda a, *b: a.relu().addmm_(*b), [(3, 7), (3, 5), (5, 7)], 2 * 3 * 5 * 7),
         (torch.addbmm, [(3, 7), (2, 3, 5), (2, 5, 7)], 2 * 2 * 3 * 5 * 7),
         (lambda a, b: torch.einsum("ij,jk->ik", a, b), [(3, 9), (9, 7)], 2 * 3 * 9 * 7),
         # Ten steps; each multiplies 5 inputs and 6 states with every gate's 6 rows.
@@ -379,6 +382,9 @@ def test_flops_by_hand(
         ("_scaled_grouped_mm", [(2, 3, 5), (2, 5, 7)], 42, 2 * 2 * 3 * 5 * 7),
         ("_weight_int8pack_mm", [(3, 5), (7, 5), (7,)], 21, 2 * 3 * 5 * 7),
         ("_trilinear", [(2, 1, 5), (1, 3, 5), (2, 3, 1)], 6, 2 * 2 * 3 * 5),
+        ("_trilinear", [(2, 1, 1), (1, 3, 1), (1, 1, 5)], 30, 2 * 2 * 3 * 5),
+        ("linalg_multi_dot", [(5,), (5, 7), (7, 3)], 3, 2 * (5 * 7 + 7 * 3)),
+        ("linalg_multi_dot", [(4, 5), (5, 7), (7, 3)], 12, 2 * 4 * (5 * 7 + 7 * 3)),
         ("_flash_attention_forward", [(2, 6, 4, 8), (2, 9, 4, 8)], 0, 13824),
         ("_efficient_attention_forward", [(2, 6, 4, 8), (2, 9, 4, 8)], 0, 13824),
         ("_sparse_addmm", [(3, 7), (3, 5), (5, 7)], 21, 2 * 3 * 7 * 5),
@@ -556,6 +562,19 @@ def test_products_in_tf32_are_priced_by_their_kind() -> None:
     assert convolved(fast) < convolved(DEVICE) / 5
     multiplied = partial(high, torch.matmul, (512, 512), (512, 512))
     assert multiplied(fast) == multiplied(DEVICE)
+    batched = partial(high, torch.matmul, (8, 512, 512), (8, 512, 512))
+    assert batched(fast) == batched(DEVICE)
+    assert batched(replace(fast, tf32_kinds=frozenset({"matmul"}))) < batched(DEVICE)
+
+
+def test_memory_is_what_the_system_and_torchs_cache_have_left(monkeypatch) -> None:
+    left = available(torch.device("cpu"))
+    assert left is None or left > 1024 * 1024
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (500, 900))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 10)
+    assert available(torch.device("cuda")) == 520
+    assert available(torch.device("meta")) is None
 
 
 def test_gpus_with_units_for_the_dtype_keep_sums() -> None:
