@@ -69,3 +69,8 @@ def test_of_an_op_in_no_list_torch_says_what_it_is(
     assert (verdict.category, verdict.origin) == (category, "schema")
     assert verdict.listed is False
     assert said in verdict.reason
+
+
+def test_an_op_that_autocast_alone_keeps_in_fp32_says_so() -> None:
+    verdict = verdict_on(torch.trace)
+    assert (verdict.pinned, verdict.origin) == (True, "torch.autocast")
