@@ -309,6 +309,8 @@ def table(
     rows = []
     for path in [*numbers, ""]:
         here = [found[m.key]["outcome"] for m in run if path in ("", m.path)]
+        if path and not here:
+            continue
         counts = [here.count(o) for o in OUTCOMES]
         killed = (counts[0] + counts[1]) / max(len(here), 1)
         total = numbers[path] if path else numbers.total()
