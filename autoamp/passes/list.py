@@ -26,7 +26,7 @@ A captured graph goes in, and the graph that is run comes out.
  9. In fp16 the gradients that enter the graph are multiplied by the loss scale, and
     those that leave it are divided by it and watched for infinities (`edge`).
 10. Calls are replaced by functions that compute the same, more exactly or faster, and
-    convolutions read the layout that is fastest (`attention` to `together`).
+    convolutions read the layout that is fastest (`attention` to `index adds`).
 11. The graph is given back as its caller needs it: with the model's calls on DTensors
     (`meshes`), and as code for eager PyTorch (`bindings`) or for a compiler (`for
     compilers`).
@@ -61,6 +61,7 @@ from autoamp.passes.decide.cost import as_authors_ask, price_graph
 from autoamp.passes.decide.devices import Device, main_device
 from autoamp.passes.functions.attention import attention, attention_at, traced_attention
 from autoamp.passes.functions.depthwise import depthwise_at
+from autoamp.passes.functions.index_add import index_add_at
 from autoamp.passes.functions.norms import norm_at
 from autoamp.passes.graph_record import Rewritten
 from autoamp.passes.kernels.chains import softmax_at
@@ -77,6 +78,7 @@ from autoamp.passes.options import PassOptions
 from autoamp.passes.see.facts import collect_facts
 from autoamp.passes.speeds.speeds import device_for
 from autoamp.passes.write.bindings import with_bindings
+from autoamp.passes.write.body_inputs import with_low_inputs
 from autoamp.passes.write.casts import insert_casts
 from autoamp.passes.write.copied import clean_up, with_targets
 from autoamp.passes.write.dtensor_calls import (
@@ -225,6 +227,11 @@ def _clean_up(work: Rewritten) -> Rewritten:
     return replace(work, gm=clean_up(work.gm))
 
 
+def _low_inputs(work: Rewritten) -> Rewritten:
+    """A body copies nothing of an input that it is given low."""
+    return with_low_inputs(work, work.left) if work.bodies else work
+
+
 def _hoist(work: Rewritten) -> Rewritten:
     """Low copies of weights are inputs, and their gradients are summed in fp32."""
     hoisted = hoist_weight_casts(work, work.left)
@@ -351,6 +358,11 @@ def _together(work: Rewritten) -> Rewritten:
     return replace(work, gm=with_uses_together(work.gm, work.left))
 
 
+def _index_adds(work: Rewritten) -> Rewritten:
+    """An `index_add` keeps nothing of what it adds for the backward."""
+    return _with_targets(work, index_add_at) if _may_replace_eagerly(work) else work
+
+
 def _meshes(work: Rewritten) -> Rewritten:
     """A graph that computes on DTensors makes the model's own calls on the mesh."""
     return replace(work, gm=with_mesh_calls(work.gm))
@@ -402,6 +414,12 @@ PASSES = (
         rounding="what low ops read and give is rounded to the compute dtype",
     ),
     Pass(_clean_up, _WRITE, Checks.same_program),
+    Pass(
+        _low_inputs,
+        _WRITE,
+        differs_only(allowed_changes.LOW_INPUTS),
+        without="its checkpoints keep their inputs in fp32",
+    ),
     Pass(
         _hoist,
         _PREPARE,
@@ -498,6 +516,14 @@ PASSES = (
         _PREPARE,
         differs_only(allowed_changes.TOGETHER),
         without="the gradient of each of its weights is cast by itself",
+        needs_memory=True,
+    ),
+    Pass(
+        # The last of these: no pass behind it asks what a call writes to.
+        _index_adds,
+        _PREPARE,
+        Checks.replaced,
+        without="what its index_add adds is kept for the backward",
         needs_memory=True,
     ),
     # Up to here the graph computes on whole tensors, as every pass above assumes.

@@ -25,7 +25,8 @@ from autoamp.passes.list import PASSES, LeaveOut, Pass, Phase
 from autoamp.passes.options import PassOptions
 from autoamp.passes.see.dtensors_as_whole import ON_MESH
 from autoamp.passes.see.normalise import UNTRACED, Normalised, normalise
-from autoamp.passes.see.regions import BODY_LEFT, BODY_RECORDS, LOWERED_BODY
+from autoamp.passes.see.regions import BODY_LEFT, BODY_RECORDS, LOW_INPUTS, LOWERED_BODY
+from autoamp.passes.write.body_inputs import casts_of_inputs
 from autoamp.passes.write.for_compilers import compiled
 from autoamp.passes.write.hoist_weight_casts import read_wide
 from autoamp.passes.write.scale_edge import arguments_of
@@ -246,7 +247,7 @@ def _first_record(
     for name, body in list(gm.named_children()):
         if not (isinstance(body, fx.GraphModule) and body.meta.get(LOWERED_BODY)):
             continue
-        # Inputs and outputs of a sub-graph stay fp32.
+        # Outputs of a sub-graph stay fp32, and so do inputs until the graph is placed.
         inner = Normalised(body, (), normalised.fake_mode)
         try:
             # The facts are collected from the caller's grad mode on, and the body may
@@ -262,6 +263,7 @@ def _first_record(
             for operand in gm.graph.find_nodes(op="get_attr", target=name):
                 left |= {user.name: kept_for(error) for user in operand.users}
             continue
+        found.gm.meta[LOW_INPUTS] = tuple(casts_of_inputs(found.gm))
         setattr(gm, name, found.gm)
         bodies.append(found)
     return Rewritten(

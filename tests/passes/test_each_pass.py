@@ -42,7 +42,8 @@ def shows(*passes: str, **given: Any) -> Callable[[Any], Any]:
     What is neither is an option of the conversion.
     """
     tensors = {name: each for name, each in given.items() if torch.is_tensor(each)}
-    fields = {n: given.pop(n) for n in ("scaled", "priced", "on_mesh") if n in given}
+    known = ("scaled", "priced", "on_mesh", "checkpointed")
+    fields = {n: given.pop(n) for n in known if n in given}
     options = {name: each for name, each in given.items() if name not in tensors}
 
     def add(program: Any) -> Any:
@@ -88,6 +89,12 @@ def sum_of_layers(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
 def twice(x: Tensor, w: Tensor) -> Tensor:
     """A weight that is used twice is cast once, and each use has its own gradient."""
     return F.linear(F.linear(x, w), w)
+
+
+@shows("low inputs", **ONE, checkpointed=True)
+def run_again(x: Tensor, w: Tensor) -> Tensor:
+    """A body that reads an input low alone is given it low, and keeps half of it."""
+    return F.linear(x, w)
 
 
 @shows("casts", **ONE)
@@ -362,6 +369,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def normed(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     """A low norm is one of ours, with its parameters in fp32."""
     return F.layer_norm(F.linear(x, w), (8,), scale, bias)
+
+
+@shows("index adds", **ONE, at=torch.tensor([0, 1, 0]))
+def messages(x: Tensor, w: Tensor, at: Tensor) -> Tensor:
+    """The messages that are added up are not kept for the backward."""
+    sent = F.linear(x, w)[at]
+    return torch.zeros(2, 8).index_add(0, at, sent.float())
 
 
 @shows("rotary", **ONE, cos=torch.zeros(2, 8), sin=torch.zeros(2, 8))

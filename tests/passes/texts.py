@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import distribute_tensor
 
+from autoamp import compat
 from autoamp.compat import OpOverload
 from autoamp.dtypes import parse_low_dtype
 from autoamp.passes import list as passes
@@ -60,6 +61,7 @@ class Example:
         scaled: whether gradients are scaled at the edge of the graph.
         priced: whether casts of weights have a price, as for a graph that stands alone.
         on_mesh: how inputs that are DTensors lie on a mesh of one rank.
+        checkpointed: whether the program runs in a checkpoint.
         options: the options of a conversion that are not the usual ones.
     """
 
@@ -68,6 +70,7 @@ class Example:
     scaled: bool = False
     priced: bool = False
     on_mesh: Mapping[str, Any] = field(default_factory=dict)
+    checkpointed: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -83,6 +86,7 @@ def document(shown: Pass, examples: list[Example]) -> str:
             "casts have a price"
         ] * example.priced
         told += [f"{name} on a mesh" for name in example.on_mesh]
+        told += ["checkpointed"] * example.checkpointed
         title = " ".join(filter(None, (example.program.__name__, *told)))
         before, after, found = texts(shown, example)
         assert found or before != after, f"{shown.name} changes nothing in {title}"
@@ -116,6 +120,14 @@ def text(work: Rewritten) -> str:
         if layout != torch.preserve_format:
             typed[copy.name] += f" {_word(layout)}"
     found = "\n".join(_lines((work.code or work.gm).graph, typed))
+    for name, body in work.gm.named_children():
+        if isinstance(body, fx.GraphModule):
+            found += f"\n{name}:\n" + "\n".join(
+                f"    {line}"
+                for line in _lines(
+                    body.graph, {n.name: _typed(n) for n in body.graph.nodes}
+                )
+            )
     return found.replace("scaled_dot_product_attention", "sdpa")
 
 
@@ -184,12 +196,20 @@ def _captured(example: Example) -> Rewritten:
             _Known(gm).run(*given)
             normalised = normalise(gm, given)
     else:
-        graph = fx.Graph()
-        inputs = tuple(graph.placeholder(name) for name in example.given)
-        graph.output(graph.call_function(example.program, inputs))
-        gm = fx.GraphModule({}, graph)
+        gm = _calling(example, example.program)
+        if example.checkpointed:
+            gm = _calling(example, compat.CHECKPOINT, body=gm)
         normalised = normalise(gm, list(example.given.values()))
     return run._first_record(normalised, options, low, setting, {})
+
+
+def _calling(example: Example, target: Any, **bodies: fx.GraphModule) -> fx.GraphModule:
+    """A graph with the inputs of an example, which calls `target` on them."""
+    graph = fx.Graph()
+    inputs = [graph.placeholder(name) for name in example.given]
+    operands = *map(graph.get_attr, bodies), *inputs
+    graph.output(graph.call_function(target, operands))
+    return fx.GraphModule(dict(bodies), graph)
 
 
 def _lies(example: Example, name: str, mesh: Any) -> Tensor:

@@ -155,6 +155,16 @@ def _out_of_a_group(old: fx.Node, new: fx.Node) -> tuple[Call, Call]:
     return call_of(old), Call(single, (*own, *group.args[:leading]), {})
 
 
+def _copied_once(old: fx.Node, new: fx.Node) -> tuple[Call, Call]:
+    """The cast of an input of a body that is given the input low, which copies none."""
+    inputs = [n for n in new.all_input_nodes if n.op == "placeholder"]
+    # The gradients of two readers would be summed in the dtype of the input.
+    if new.target is _ATEN.to.dtype and inputs and set(inputs[0].users) == {new}:
+        cast = _ATEN._to_copy.default
+        return call_of(old), Call(cast, (inputs[0],), {"dtype": new.args[1]})
+    return call_of(old), call_of(new)
+
+
 def _gathered_low(old: fx.Node, new: fx.Node) -> tuple[Call, Call]:
     """A gather whose readers all read it low, as one gather in the low dtype."""
     if new.target is not gathered_low:
@@ -218,6 +228,7 @@ INSERTED_CASTS = May(
     retype=True,
     rename={op: (low,) for op, low in WITH_FP32_STATE.items()},
 )
+LOW_INPUTS = May(rewrite=_copied_once)
 GATHERS = May(rewrite=_gathered_low)
 LAYOUTS = May(frozenset({laid_out}))
 TOGETHER = May(groups=True, rewrite=_out_of_a_group)

@@ -22,7 +22,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.errors import VerificationError
 from autoamp.passes.check.allowed_changes import INSERTED_CASTS
-from autoamp.passes.check.compare import differences
+from autoamp.passes.check.compare import calls_bodies, differences, operands
 from autoamp.passes.check.operands import operands_agree, read_dtypes, reads_as_it_comes
 from autoamp.passes.check.standin import Memo, StandIns, dtypes_of, named, where
 from autoamp.passes.functions import WITH_FP32_STATE, low_weight, saturating_cast
@@ -243,17 +243,15 @@ def _runs_low(node: fx.Node, before: StandIns, after: StandIns) -> bool:
     new = dtypes_of(after.values[node.name])
     if node.target in WITH_FP32_STATE.values():
         return True
-    # The author of a custom op may give fp32 whatever the op reads.
-    if torch.float32 in old and (old != new or not is_custom(node.target)):
+    # The author of a custom op may give fp32 whatever the op reads, and a body does.
+    may_read_low = is_custom(node.target) or calls_bodies(node)
+    if torch.float32 in old and (old != new or not may_read_low):
         return old != new
     return any(
         torch.float32 in dtypes_of(before.values.get(b.name))
         and torch.float32 not in dtypes_of(after.values[a.name])
-        for a, b in zip(
-            node.all_input_nodes,
-            before.nodes[node.name].all_input_nodes,
-            strict=False,
-        )
+        # One operand may be given twice: once in fp32, and once low.
+        for a, b in zip(operands(node), operands(before.nodes[node.name]), strict=False)
     )
 
 

@@ -10,7 +10,7 @@ from autoamp.passes.decide.cost import Prices
 from autoamp.passes.decide.mincut import Problem, energy
 from autoamp.passes.decide.policies import POLICIES, project
 from autoamp.passes.decide.problem import build_problem, least_cost, returned_and_used
-from autoamp.passes.decide.verdict import Classified, Verdict
+from autoamp.passes.decide.verdict import AUTHOR, Classified, Verdict
 from autoamp.passes.rules import Category
 
 COSTS_CASTS = "going low would cost more casts than it saves"
@@ -150,12 +150,12 @@ def _choice(verdict: Verdict, low: bool, pinned: bool, rewarded: bool) -> str:
     """Why a free node is low or is fp32; "" for a pinned node."""
     if pinned:
         return ""
+    if verdict.asked and low:
+        return f"its {'author' if verdict.origin == AUTHOR else 'body'} asks for it"
     if verdict.category is not Category.ALLOW:
         return "its neighbours are low" if low else COSTS_CASTS
     if not low:
         return GAINS_NOTHING
-    if verdict.asked:
-        return "its author asks for it"
     if rewarded:
         return "without do-no-harm it is converted wherever it may be"
     return "predicted to gain more than its casts cost"

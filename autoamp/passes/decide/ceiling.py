@@ -47,6 +47,7 @@ def low_under_autocast(classified: Classified) -> frozenset[str]:
     pinned to fp32 is not low, unless its result may be rounded.
     """
     low: set[str] = set()
+    results: set[str] = set()
     # In graph order, so that the makers of a node's operands are settled before it.
     for name, verdict in classified.verdicts.items():
         if _gives_fp32(name, classified):
@@ -57,8 +58,10 @@ def low_under_autocast(classified: Classified) -> frozenset[str]:
             # Autocast may take a product of ours in the widest dtype of its operands.
             rounds = verdict.category is Category.ALLOW and verdict.autocast is None
             # A node that reads nothing which promotes is made in fp32.
-            if rounds or (widths and widths <= low):
+            if rounds or (widths and widths <= results):
                 low.add(name)
+                if not verdict.fp32_results:
+                    results.add(name)
     return frozenset(low)
 
 
@@ -132,7 +135,7 @@ def under_ceiling(gm: fx.GraphModule, classified: Classified) -> Classified:
     verdicts = dict(classified.verdicts)
     for name, verdict in classified.verdicts.items():
         makes_floats = classified.facts.nodes[name].makes_floats
-        if verdict.pinned or name in low or not makes_floats:
+        if verdict.pinned or verdict.asked or name in low or not makes_floats:
             continue
         if name in moves:
             verdicts[name] = replace(verdict, moves=True)

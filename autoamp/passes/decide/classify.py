@@ -53,7 +53,7 @@ from autoamp.passes.rules import (
 from autoamp.passes.see.facts import Facts, NodeFacts, Operand, read_wide
 from autoamp.passes.see.nodes import argument, named_arguments, tensors_of
 from autoamp.passes.see.normalise import WIDENED
-from autoamp.passes.see.regions import BODY_LEFT, LOWERED_BODY
+from autoamp.passes.see.regions import BODY_LEFT, LOWERED_BODY, given_low
 
 
 def classify(
@@ -430,10 +430,26 @@ def _opaque(node: fx.Node, fact: NodeFacts) -> Verdict:
             reason = f"{under}: runs as under autocast, and gives {' and '.join(given)}"
     if left:
         reason = f"{name} has a body that stays as it is: {left[0]}"
-    elif node.target is checkpointed:
-        reason = "a checkpointed region: rewritten inside, fp32 at its edges"
     elif any(LOWERED_BODY in body.meta for body in bodies):
-        reason = f"{name}: rewritten inside, fp32 at its edges"
+        what = name
+        if node.target is checkpointed:
+            what = "a checkpointed region"
+        taken = given_low(node, bodies)
+        reason = f"{what}: rewritten inside, fp32 at its edges"
+        if taken:
+            reason = f"{what}: rewritten inside, takes {', '.join(sorted(taken))} low"
+            modes = tuple[Mode, ...](
+                "same" if o.value in taken else "high" for o in fact.operands
+            )
+            return Verdict(
+                Category.INFER,
+                reason,
+                "autoamp",
+                False,
+                modes,
+                asked=True,
+                fp32_results=True,
+            )
     return _denied(reason, fact)
 
 

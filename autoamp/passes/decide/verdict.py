@@ -50,9 +50,9 @@ class Verdict:
         listed: whether any rule knows the op.
         may_round: whether the node is pinned only for how it computes: its result may
             be rounded as type promotion decides, and widens nothing.
-        asked: whether the author of the call asks for the compute dtype, so that no
-            price decides.
-        fp32_results: whether a call whose author asks for low gives fp32 all the same.
+        asked: whether the author of the call, or the body that it runs, asks for the
+            compute dtype, so that no price decides.
+        fp32_results: whether a call that is asked to be low gives fp32 all the same.
         autocast: the list of `torch.autocast` on the node's device that binds the call:
             deny where autocast computes it in fp32, infer where it takes the widest
             dtype of the operands; None where type promotion decides.

@@ -36,6 +36,7 @@ from autoamp.passes.functions.dtensor_crossings import (
     gathered_low,
 )
 from autoamp.passes.functions.edge import scale_grad, unscale_grad, unscale_grad_
+from autoamp.passes.functions.index_add import index_add, index_add_
 from autoamp.passes.functions.norms import layer_norm, rms_norm, softmax
 from autoamp.passes.functions.products import product
 from autoamp.passes.functions.rotary import rotary
@@ -55,6 +56,8 @@ LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
         depthwise,
         gather_low,
         gathered_low,
+        index_add,
+        index_add_,
         laid_out,
         layer_norm,
         low_uses,

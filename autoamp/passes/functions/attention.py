@@ -314,11 +314,9 @@ def _backward(  # noqa: PLR0917 - as its schema
         of_query, of_key, of_value = map(torch.zeros_like, operands)
         return of_query, of_key, of_value
     steps = steps_of(tensors, kinds, numbers)
+    of_query, of_key, of_value = map(torch.empty_like, operands)
     # Models hand in heads that lie apart: they are moved once, and not for each part.
     grad, query, key, value = (t.contiguous() for t in (grad, *operands))
-    of_query, of_key, of_value = found_all = [
-        torch.empty_like(t) for t in (query, key, value)
-    ]
     held = _Held(query.dtype, key.shape[2])
     sums: _Sums | None = None
     for part in _parts(query, key, value, steps, held):
@@ -349,14 +347,7 @@ def _backward(  # noqa: PLR0917 - as its schema
             _put(of_key[part.heads], sums[0].mT)
             _put(of_value[part.heads], sums[1].mT)
             sums = None
-    of_query, of_key, of_value = map(_lying_as, found_all, operands)
     return of_query, of_key, of_value
-
-
-def _lying_as(found: Tensor, operand: Tensor) -> Tensor:
-    """A gradient with the strides of its operand."""
-    like = torch.empty_like(operand)
-    return found if found.stride() == like.stride() else like.copy_(found)
 
 
 def _put(whole: Tensor, rows: Tensor) -> None:

@@ -7,7 +7,7 @@ that enter and leave the region; the nodes between run as in the model.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +109,10 @@ name of the op that calls the sub-graph."""
 BODY_RECORDS = "autoamp_body_records"
 """Set beside `LOWERED_BODY`: whether grad mode is on where the body is called."""
 
+LOW_INPUTS = "autoamp_low_inputs"
+"""Set beside `LOWERED_BODY` once the body is rewritten: the positions of the inputs
+that it reads in the compute dtype alone."""
+
 BODY_LEFT = "autoamp_body_left"
 """Set in the `meta` of a body that stays as the user wrote it: the reason."""
 
@@ -136,6 +140,35 @@ CONTROL_FLOW: Mapping[Any, Positions] = {
     compat.SCAN: Positions(bodies=(0,), others=(), shared=3),
     compat.MAP: Positions(bodies=(0,), others=(), shared=2),
 }
+
+
+def shared_inputs(call: fx.Node, body: fx.GraphModule) -> Iterator[tuple[int, fx.Node]]:
+    """Each operand that `call` hands to `body` as it is, after the input's position."""
+    found = CONTROL_FLOW.get(call.target)
+    operands: Any = call.args[1:] if found is None else call.args[found.shared]
+    # The op itself makes the first inputs: what goes round a loop, a slice.
+    first = len(body.graph.find_nodes(op="placeholder")) - len(operands)
+    for at, operand in enumerate(operands, first):
+        if isinstance(operand, fx.Node):
+            yield at, operand
+
+
+def given_low(call: fx.Node, bodies: Sequence[fx.GraphModule]) -> frozenset[str]:
+    """The operands that all of a call's bodies read in the compute dtype alone."""
+    low, wide = set[str](), set[str]()
+    for body in bodies:
+        inputs = body.graph.find_nodes(op="placeholder")
+        for at, operand in shared_inputs(call, body):
+            if at in body.meta.get(LOW_INPUTS, ()):
+                low.add(operand.name)
+            elif inputs[at].users:
+                wide.add(operand.name)
+    if call.target in CONTROL_FLOW:
+        # The op makes inputs of its other operands: what goes round a loop is fp32.
+        shared = CONTROL_FLOW[call.target].shared
+        others = (*call.args[:shared], *call.args[shared + 1 :])
+        fx.node.map_arg(others, lambda n: wide.add(n.name))
+    return frozenset(low - wide)
 
 
 def body_inputs(
