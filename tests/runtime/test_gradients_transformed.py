@@ -81,6 +81,18 @@ def turned(h: Tensor) -> Tensor:
     return h * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
 
 
+def summed(h: Tensor) -> Tensor:
+    """Rows of a graph network, sent along edges."""
+    rows = torch.zeros(h.shape, dtype=torch.float32)
+    return rows.index_add(1, torch.tensor([0, 2, 0]), h.float())
+
+
+def summed_up(h: Tensor) -> Tensor:
+    """The same, in place."""
+    rows = torch.zeros(h.shape, dtype=torch.float32)
+    return rows.index_add_(1, torch.tensor([0, 2, 0]), h.float())
+
+
 class Recurrent(nn.Module):
     def __init__(
         self, kind: type[nn.Module], *, packed: bool = False, **given: Any
@@ -145,6 +157,8 @@ TABLE = {
     "written": Row(lambda: Attention("written")),
     "softmax": Row(lambda: Attention("softmax")),
     "alike": Row(lambda: two_layers(alike)),
+    "summed": Row(lambda: two_layers(summed), "index_add"),
+    "summed up": Row(lambda: two_layers(summed_up), "index_add_"),
     "turned": Row(lambda: two_layers(turned), "rotary"),
     "layer": Row(lambda: between(nn.LayerNorm(WIDTH)), "layer_norm"),
     "rms": Row(lambda: between(nn.RMSNorm(WIDTH)), "rms_norm"),

@@ -56,12 +56,15 @@ def with_low_inputs(work: Rewritten, left: Collection[str] = ()) -> Rewritten:
     found = [_given_low(body, low.get(body.gm, ())) for body in work.bodies]
     if found == [*work.bodies]:
         return work
-    gm, _ = copied(work.gm)
-    for name, child in work.gm.named_children():
-        for was, now in zip(work.bodies, found, strict=True):
-            if child is was.gm:
-                setattr(gm, name, now.gm)
-    return replace(work, gm=gm, bodies=tuple(found))
+    pairs = list(zip(work.bodies, found, strict=True))
+    gms = []
+    for gm in (work.gm, work.before):
+        gms.append(copied(gm)[0])
+        for name, child in gm.named_children():
+            for was, now in pairs:
+                if child is was.gm:
+                    setattr(gms[-1], name, now.gm)
+    return replace(work, gm=gms[0], before=gms[1], bodies=tuple(found))
 
 
 def _given_low(body: Rewritten, positions: Collection[int]) -> Rewritten:

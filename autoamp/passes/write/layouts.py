@@ -299,7 +299,17 @@ class _Seen:
             # One channel, or one pixel: both layouts are the same memory, and no copy
             # is made.
             free = 0 if price is not None and _lies_both_ways(value) else price
+            if free and price and self._is_kept(node):
+                # Of two places that cost alike, a copy in front of this call is better:
+                # behind it the value and the copy are kept, for two backwards.
+                free, price = free + 1, price + 1
             yield Group((node.name, 0, 0), node.name, names, free, price)
+
+    def _is_kept(self, node: fx.Node) -> bool:
+        """Whether the call that makes a value keeps the value for its backward."""
+        target = node.target
+        is_op = node in self.flows and isinstance(target, compat.OpOverload)
+        return is_op and base_name(target).rstrip("_") in family("keeps_its_result")
 
     def _copying(self, image: fx.Node, start: float = 0.0) -> float:
         """The price of a permuted copy, and of that of its gradient if one flows."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autoamp
-from tests.metrics import relative_error
+from tests.metrics import relative_error, saved_bytes
 from tests.small_models import Of, converted
 from tests.table import layouts
 from tests.table.rows import ROWS
@@ -93,6 +93,23 @@ def test_convolutions_have_their_channels_last(name: str) -> None:
 def large_weight() -> nn.Module:
     """Its copy and its gradient would be permuted at each step of a training."""
     return nn.Sequential(nn.AvgPool2d(16), nn.Conv2d(3, 1024, 3))
+
+
+def test_no_value_is_kept_in_two_layouts() -> None:
+    """A relu keeps its result, and the convolution behind it keeps what it reads.
+
+    They are one value where the image is permuted in front of the relu.
+    """
+    blocks: list[nn.Module] = [nn.Linear(64, 64, bias=False)]
+    for _ in range(3):
+        blocks += [nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1, bias=False)]
+    model = converted(nn.Sequential(*blocks))
+    x = torch.randn(4, 32, 64, 64)
+    model(x).sum().backward()
+    assert laid(model) == (3, 2)  # of what the linear layer gives, and of the result
+    kept = saved_bytes(lambda: model(x), model.parameters())
+    # What the linear layer reads, and three results; copies of weights are few.
+    assert kept.total // (2 * x.numel()) == 1 + 3
 
 
 def of_the_users() -> nn.Module:
