@@ -199,8 +199,14 @@ def test_the_report_counts_and_says_why() -> None:
     assert found.kind == "NoLossScale"
     assert found.skipped_steps == 2
     for told, step in zip(found.skips, ("step 2", "step 4"), strict=True):
-        says(told, step, module="2.weight")
-    says(" ".join(str(autoamp.report(model)).split()), "2 steps")
+        says(told, step, module="of 2.weight is")
+    for param in model.parameters():
+        param.grad = torch.full_like(param, math.nan)
+    optimizer.step()
+    found = autoamp.report(model).loss_scale
+    assert found is not None
+    says(found.skips[-1], "step 5", "3 more", module="0.weight")
+    says(" ".join(str(autoamp.report(model)).split()), "3 steps")
 
 
 def test_one_warning_then_one_that_says_training_stands_still(caplog: Any) -> None:

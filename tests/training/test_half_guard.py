@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
+from autoamp.training.attach import guard_half, retire
+from autoamp.training.options import Options
 from tests.quick import each_pair
 from tests.says import says
 from tests.small_models import WIDTH, Of
@@ -270,6 +272,39 @@ def test_a_skipped_step_is_told_once_and_reported(
     found = autoamp.report(model).loss_scale
     assert found is not None
     assert found.skipped_steps == 2
+
+
+def test_a_model_whose_part_is_guarded_is_guarded_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The script calls no module, so that only the optimizer leads to the model."""
+    model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)).to(BF16)
+    optimizer = _adam(model)
+    autoamp.convert(model[0], optimizer, masters="off")
+    _begin("enable", model, optimizer, masters="off")
+    for value in (1.0, math.nan):
+        caplog.clear()
+        for param in model.parameters():
+            param.grad = torch.full_like(param, value)
+        optimizer.step()
+    assert optimizer.step_was_skipped
+    (line,) = caplog.messages
+    says(line, "Linear")
+
+
+@pytest.mark.parametrize(
+    ("by_variables", "option"), [(True, "AUTOAMP_GUARD=0"), (False, "guard=False")]
+)
+def test_a_warning_spells_an_option_as_options_were_given(
+    by_variables: bool, option: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = MODELS["batch"]().to(BF16)
+    optimizer = _adam(model)
+    guarded = guard_half(model, Options(by_variables=by_variables))
+    with caplog.at_level(logging.WARNING, "autoamp"):
+        assert _step(model, optimizer, True)
+    says(caplog.messages, option=option)
+    retire(guarded)
 
 
 @pytest.mark.parametrize("how", WAYS)

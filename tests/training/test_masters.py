@@ -332,6 +332,16 @@ def test_tied_and_foreign_parameters_are_saved_once() -> None:
     optimizer.load_state_dict(saved(optimizer))
 
 
+def test_loaded_masters_are_no_state_of_the_optimizers() -> None:
+    model = mlp()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    autoamp.convert(model, optimizer)
+    loss_of(model, batch()).backward()
+    optimizer.step()
+    optimizer.load_state_dict(saved(optimizer))
+    assert not any(optimizer.state.values())
+
+
 @pytest.mark.parametrize(
     ("damage", "value"),
     [

@@ -12,6 +12,7 @@ from autoamp.passes.rules import Category
 from autoamp.passes.run import rewrite_graph
 from autoamp.training.options import Options
 from tests.passes.decide.door import Verdict
+from tests.says import says
 from tests.small_models import Of
 from tests.strategies import capture
 
@@ -74,3 +75,9 @@ def test_of_an_op_in_no_list_torch_says_what_it_is(
 def test_an_op_that_autocast_alone_keeps_in_fp32_says_so() -> None:
     verdict = verdict_on(torch.trace)
     assert (verdict.pinned, verdict.origin) == (True, "torch.autocast")
+
+
+def test_a_call_that_mixes_integers_in_is_left_as_written() -> None:
+    verdict = verdict_on(lambda x: torch.kron(x, torch.arange(4)))
+    assert verdict.pinned
+    says(verdict.reason, "other", "integers")

@@ -567,6 +567,14 @@ def test_products_in_tf32_are_priced_by_their_kind() -> None:
     assert batched(replace(fast, tf32_kinds=frozenset({"matmul"}))) < batched(DEVICE)
 
 
+def test_each_kind_of_product_has_its_own_rate() -> None:
+    rates = Rates(convolution=3.0, channelwise=5.0, batched=7.0)
+    device = replace(DEVICE, low=rates)
+    expected = {"conv": 3.0, "channelwise": 5.0, "batched": 7.0}
+    expected["matmul"] = DEVICE.low_flops_per_ns
+    assert {k: device.flops_per_ns(k, 64, low=True) for k in expected} == expected
+
+
 def test_memory_is_what_the_system_and_torchs_cache_have_left(monkeypatch) -> None:
     left = available(torch.device("cpu"))
     assert left is None or left > 1024 * 1024

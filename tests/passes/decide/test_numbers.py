@@ -40,6 +40,20 @@ def error(found: Tensor, true: Tensor) -> float:
 # -- numbers ---------------------------------------------------------------------------
 
 
+def test_of_results_that_are_no_float_tensor_no_number_is_known() -> None:
+    """A product of integers wraps around, and `frexp` gives two tensors."""
+
+    def function(m: Any, x: Tensor) -> list[Tensor]:
+        wrapped = torch.tensor(30000, dtype=torch.int16) * 4  # -11072
+        fraction, _ = torch.frexp(torch.tensor(1e9))
+        return [m.fc(x) * wrapped, m.fc(x) * fraction]
+
+    decisions = rewritten(function).assignment.decisions.values()
+    reasons = [d.reason for d in decisions if d.op.startswith("aten::mul.")]
+    assert len(reasons) == 2
+    assert not any("fp16" in reason for reason in reasons)
+
+
 @pytest.mark.parametrize(
     ("spellings", "op"), [(SMALL, "mul"), (LARGE, "div")], ids=["small", "large"]
 )
