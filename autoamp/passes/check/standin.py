@@ -19,6 +19,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.errors import VerificationError
+from autoamp.passes.check.flowing import flowing_in
 from autoamp.passes.functions import WITH_FP32_STATE, checkpointed, op_with_its_state
 from autoamp.passes.see.nodes import source_line, tensors_of
 from autoamp.passes.see.regions import Regions
@@ -53,6 +54,7 @@ class StandIns:
         self.values: dict[str, Any] = {}
         self.devices: dict[str, torch.device | None] = {}
         self.nodes = {n.name: n for n in gm.graph.nodes}
+        self.flowing = flowing_in(gm.graph)
         with torch.no_grad():
             for node in gm.graph.nodes:
                 self.values[node.name] = self._value(node)
@@ -80,7 +82,8 @@ class StandIns:
         if node.target is checkpointed:
             body = self.values[str(node.args[0])]
             # Run with the operands that the rewritten graph hands in, which may be low.
-            return StandIns(body, self.memo, args[1:]).values["output"]
+            with torch.set_grad_enabled(node in self.flowing):
+                return StandIns(body, self.memo, args[1:]).values["output"]
         try:
             return self._call(node, args, kwargs)
         except Exception as error:
@@ -104,11 +107,12 @@ class StandIns:
                 return target(*args, **kwargs)
             except NotImplementedError:
                 pass  # Torch has no meta kernel; fake tensors try the device's own.
+        read = node.all_input_nodes
         key = (
             target,
             _signature(args),
             _signature(kwargs),
-            tuple([self.devices[n.name] for n in node.all_input_nodes]),
+            tuple([(self.devices[n.name], n in self.flowing) for n in read]),
             self.regions.inside,
         )
         if key not in self.memo:
@@ -141,7 +145,11 @@ class StandIns:
 
             def on_its_device(operand: fx.Node) -> Any:
                 device = getattr(operand.meta.get("val"), "device", _META)
-                return compat.like(self.values[operand.name], device=device)
+                made = compat.like(self.values[operand.name], device=device)
+                if operand in self.flowing and isinstance(made, torch.Tensor):
+                    # Torch's attention takes another kernel for a mask that is learned.
+                    made.requires_grad_()
+                return made
 
             args: Any = fx.map_arg(node.args, on_its_device)
             kwargs: Any = fx.map_arg(node.kwargs, on_its_device)

@@ -9,6 +9,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -21,6 +22,7 @@ from autoamp.passes.ops import base_name, is_pointwise, is_view
 from autoamp.passes.rules import Rules, family
 from autoamp.passes.see.facts import Facts, NodeFacts
 from autoamp.passes.see.nodes import argument, named_arguments, tensors_of
+from autoamp.passes.see.strides import made_of
 
 
 def held_by_strides(gm: fx.GraphModule, facts: Facts) -> Mapping[str, str]:
@@ -46,7 +48,45 @@ def held_by_strides(gm: fx.GraphModule, facts: Facts) -> Mapping[str, str]:
         # A cast of a base without gaps lies as the base does.
         made = [*views, base] if _has_gaps(nodes[base]) else views
         found |= dict.fromkeys(made, why[value])
-    return found
+    return found | _held_by_masks(gm, facts)
+
+
+def _held_by_masks(gm: fx.GraphModule, facts: Facts) -> dict[str, str]:
+    """The attentions that would lie otherwise if low, where that is seen.
+
+    Torch's fused kernel takes no mask that requires grad, even where no gradients are
+    recorded; a cast that is made there does not require grad.
+    """
+    why = "without gradients a cast of its mask changes its layout, which is relied on"
+    held: dict[str, str] = {}
+    mode = compat.new_fake_mode(symbolic=False)
+    laid: dict[fx.Node, Any] = {}
+    makers: dict[fx.Node, tuple[str, ...]] = {}
+    for node in gm.graph.nodes:
+        by = tuple(m for n in node.all_input_nodes for m in makers.get(n, ()))
+        if node.op == "output":
+            return held | dict.fromkeys(by, why)
+        is_op = isinstance(node.target, compat.OpOverload)
+        if is_op and base_name(node.target) in family("attention"):
+            fact = facts.nodes[node.name]
+            learned = any(facts.nodes[o.value].requires_grad for o in fact.operands)
+            if learned and not fact.requires_grad:
+                by = (*by, node.name)
+        if not by:
+            continue
+        # `made_of` has operands that require no grad, as the casts.
+        try:
+            made = made_of(node, lambda n: laid.get(n, n.meta.get("val")), mode)
+        except Exception:  # noqa: BLE001  # a view that cannot be made
+            held |= dict.fromkeys(by, why)
+            continue
+        if _strides(made) != _strides(node.meta.get("val")):
+            laid[node], makers[node] = made, by
+    return held
+
+
+def _strides(value: Any) -> list[list[int]]:
+    return [[compat.hint(s) for s in t.stride()] for t in tensors_of(value)]
 
 
 def views_down_to(value: str, facts: Facts) -> tuple[list[str], str]:

@@ -6,7 +6,7 @@ from autoamp.passes import list as passes
 from autoamp.passes.check import checks
 from autoamp.passes.check.allowed_changes import BINDINGS, KERNELS, May
 from autoamp.passes.check.compare import Region, differences
-from autoamp.passes.check.gradient_units import flowing_in
+from autoamp.passes.check.flowing import flowing_in
 from autoamp.passes.check.invariants import check_always, footprint
 from autoamp.passes.check.saved_bytes import bytes_held, storage_key, tensors_saved
 from autoamp.passes.check.standin import Memo, StandIns, where
