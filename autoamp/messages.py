@@ -72,6 +72,7 @@ _FLAGS = {
     "infer": "--infer {}",
     "clear": "--clear {}",
     "keep": "--keep {}",
+    "device": "--device {}",
     "precision": "--precision {}",
     "placement": "--placement {}",
     "rules": "--rules {}",

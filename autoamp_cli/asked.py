@@ -117,7 +117,8 @@ def asking(name: str, doing: str = "asking about") -> Iterator[None]:
                 raise
             except AutoampError as error:
                 # A text that begins with an option of `convert` names the command's.
-                text = re.sub(rf"^(?=(?:{'|'.join(_NAMED)})=)", "--", str(error))
+                names = "|".join((*_NAMED, "device"))
+                text = re.sub(rf"^(?=(?:{names})=)", "--", str(error))
                 cause = error.__cause__
                 place = "" if cause is None else place_of(cause, name)
                 if place and place.rpartition(": ")[2] not in text:

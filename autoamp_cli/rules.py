@@ -63,7 +63,7 @@ def list_(precision: str, category: str | None, json_to: str | None) -> None:
 @with_json
 @click.argument("file")
 def check(file: str, json_to: str | None) -> None:
-    """Finds every fault of the rules FILE.
+    """Finds every fault of the rules FILE, or of the built-in set of that name.
 
     Exit status: 0 if there is none, 1 if there is one, 2 if FILE cannot be read.
 
@@ -74,10 +74,12 @@ def check(file: str, json_to: str | None) -> None:
     refuse_unwritable(json_to)
     from autoamp.errors import RulesError
     from autoamp.messages import printable_line
+    from autoamp.passes.rules.model import BUILTIN, builtin_path
     from autoamp.passes.rules.parse import check as faults_of
 
+    is_set = file in BUILTIN and not Path(file).exists()
     try:
-        faults, count = faults_of(Path(file))
+        faults, count = faults_of(builtin_path(file) if is_set else Path(file))
     except (RulesError, ValueError) as error:  # a null byte in the path
         raise Problem(str(error)) from None
     if json_to:

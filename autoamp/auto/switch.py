@@ -24,6 +24,7 @@ from autoamp.auto.heat import Heat
 from autoamp.auto.mode import AutomaticMode
 from autoamp.auto.work import INSIDE, passed_on
 from autoamp.messages import printable_line
+from autoamp.passes.options import switch
 from autoamp.runtime.compile_backend import GraphBackend
 from autoamp.runtime.program import inside_a_call, under_compilation
 from autoamp.training import foreign_engines
@@ -248,6 +249,7 @@ def enable(
     Raises:
         AutoampError: an option cannot be used; nothing was changed.
     """
+    switch("hot", hot)
     folder = environment.writable(str(report_dir)) if report_dir is not None else None
     chosen = Options().replace(**options)
     if chosen.keep:

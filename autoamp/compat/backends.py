@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 
 from autoamp.compat.distributed import active_ddp, in_buckets, splits_for_ddp
 from autoamp.compat.inductor import CastReading, inductor_backend, reading_casts
+from autoamp.errors import OptionError
 
 
 def compile_with(
@@ -47,6 +48,12 @@ def compile_with(
         if ddp is not None and splits_for_ddp() and torch.is_grad_enabled():
             return in_buckets(function, gm, example_inputs, ddp)
         compiled: Callable[..., Any] = cast(Any, function(gm, list(example_inputs)))
+    if not callable(compiled):
+        raise OptionError(
+            f"back end {getattr(function, '__name__', function)} returned "
+            f"{compiled!r} for a graph; a back end returns a function that runs the "
+            "graph, such as gm.forward"
+        )
     return compiled
 
 

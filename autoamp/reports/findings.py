@@ -307,8 +307,8 @@ def advice_of(report: Document) -> tuple[str, ...]:
         if lost := tuple(_updates(report.updates)):
             return lost
         if any(CANNOT_PAY in why for _, why in report.skipped):
-            ask = 'autoamp.explain(model, x, device="cuda:sm_80")'
-            return (f"Nothing on this device. For a GPU: {ask}.",)
+            ask = advice("device", "cuda:sm_80", by_variables=False)
+            return (f"Nothing on this device. For a GPU, explain it with {ask}.",)
         return ("Nothing, unless the reason above names an option.",)
     pieces = tuple(_found(report))[:MOST]
     return pieces or (

@@ -17,7 +17,7 @@ from torch import nn
 from autoamp import compat
 from autoamp.dtypes import short_name
 from autoamp.errors import OptionError, UnsupportedModelError
-from autoamp.messages import class_name, printable, printable_line, told
+from autoamp.messages import advice, class_name, printable, printable_line, told
 from autoamp.passes.check.saved_bytes import saved_bytes
 from autoamp.passes.decide.devices import available
 from autoamp.passes.decide.devices import device_of as figures_of_device
@@ -420,10 +420,10 @@ def _no_gain(way: Way, device: torch.device) -> str:
             "convert(model, optimizer)"
         )
     if not figures.pays:
+        another = advice("device", "cuda:sm_80", by_variables=False)
         return (
             f"this device ({figures.name}) has no units that multiply {low}, so {low} "
-            "would be slower than fp32. For the prediction on another device: "
-            'autoamp.explain(model, x, device="cuda:sm_80")'
+            f"would be slower than fp32. For another device, explain it with {another}"
         )
     return ""
 

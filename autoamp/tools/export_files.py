@@ -114,6 +114,10 @@ def plan_in(path: Path_) -> tuple[Plan, SavedReport]:
     return opened(path)[1:]
 
 
+_OF_PROGRAMS = ("archive_format", "serialized_exported_program.json")
+"""The parts by one of which torch knows an archive of a program."""
+
+
 def opened(path: Path_) -> tuple[Any, Plan, SavedReport]:
     """What a file holds, with its plan and its report.
 
@@ -140,11 +144,19 @@ def opened(path: Path_) -> tuple[Any, Plan, SavedReport]:
         if any("/data/aotinductor/" in name for name in names):
             package = compat.open_package(os.fspath(path))
             return package, *plan_from(shown, package.get_metadata().get(PLAN_KEY))
+        # Torch would log its own errors on 25 lines.
+        if not any(name.endswith(_OF_PROGRAMS) for name in names):
+            saved = any(re.fullmatch(r"[^/]+/data\.pkl", name) for name in names)
+            raise OptionError(
+                f"{shown}: it holds no exported program. "
+                + ("torch.save wrote it, and torch.load reads it. " if saved else "")
+                + "Give a file that autoamp.export wrote"
+            )
         with warnings.catch_warnings():
             # Torch 2.11 says so of the bytes that it has read itself, for reading only.
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             program = torch.export.load(path)
-    except ExportError:
+    except (ExportError, OptionError):
         raise
     except Exception as error:
         text = error_line(error, 800)

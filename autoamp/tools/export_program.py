@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from autoamp import compat
 from autoamp.dtypes import short_name
-from autoamp.errors import ExportError
+from autoamp.errors import ExportError, OptionError
 from autoamp.messages import advice, class_name, printable_line
 from autoamp.passes.decide.devices import Device
 from autoamp.passes.functions import attention, layer_norm, op_with_its_state, rms_norm
@@ -124,8 +124,16 @@ def captured(model: nn.Module, call: Call) -> Captured:
 
     Raises:
         ExportError: `torch.export` cannot make one graph of the model.
+        OptionError: the model's `forward` does not take these arguments.
     """
     twin = twin_of(model)
+    try:
+        inspect.signature(twin.forward).bind(*call.args, **call.kwargs)
+    except TypeError as error:
+        raise OptionError(
+            f"{class_name(model)}.forward() cannot be called with these args and "
+            f"kwargs: {error}; give all arguments of one call"
+        ) from error
     try:
         with disabled():
             program = call.export(twin)

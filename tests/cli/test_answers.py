@@ -204,7 +204,7 @@ def test_words_in_the_help_are_the_packages_own() -> None:
 
 LISTS = ("keep", "allow", "deny", "infer", "clear")
 NAMES = [field.name for field in dataclasses.fields(Options)]
-KEYWORD = re.compile(rf"\b({'|'.join(NAMES)})=(?![^\n]* in Python)")
+KEYWORD = re.compile(rf"\b({'|'.join((*NAMES, 'device'))})=(?![^\n]* in Python)")
 """An option as Python writes it, without the word that it is Python's."""
 
 
@@ -227,6 +227,7 @@ def test_each_option_is_advised_as_the_commands_take_it(
     "line",
     [
         "explain nets:layers --full",
+        "explain nets:layers --device cpu:plain",
         "explain nets:layers --why linear",
         "compare nets:layers --tolerance 1e-9",
         "export nets:layers --target onnxruntime-cpu --out a.onnx",

@@ -67,6 +67,7 @@ ROWS: list[tuple[str, int, list[str]]] = [
     # -- explain
     ("explain nets:small --precision fp8", 2, ["--precision='fp8'", *words.PRECISIONS]),
     ("explain nets:small --device tpu", 2, ["tpu"]),
+    ("explain nets:small --device gpu", 2, ["--device='gpu'", "'cuda'"]),
     ("explain nets:small --rules /no/such.toml", 2, ["/no/such.toml"]),
     ("explain nets:small --placement best", 2, ["--placement='best'", "forced"]),
     ("explain nets:small --json /no/such/a.json", 2, ["/no/such/a.json"]),

@@ -130,3 +130,18 @@ def test_overloads_with_rules_of_their_own_are_told_apart() -> None:
     shown = call("rules why aten::sum.dim_IntList --precision fp16").stdout
     assert shown.startswith("aten::sum.dim_IntList\n  autoamp, fp16 (rules/")
     assert "bf16.toml" not in shown
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_a_built_in_set_is_checked_by_its_name(name: str) -> None:
+    told = call(f"rules check {name}")
+    assert told.exit_code == 0, told.output
+    says(told.stdout, name, "no fault")
+
+
+def test_a_file_goes_before_a_built_in_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("fp16").write_text('[allow]\nlinaer = "safe"\n')
+    assert call("rules check fp16").exit_code == 1

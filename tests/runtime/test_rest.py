@@ -68,8 +68,8 @@ def test_a_model_with_low_ops_or_in_fp16_does_not_rest() -> None:
     ("device", "precision", "says_what", "units"),
     [
         ("cpu:amx", "fp16", "has no fp16 units", "Use precision='bf16'"),
-        ("cpu:plain", "fp16", "without low-precision units", ""),
-        ("cpu:plain", "bf16", "without low-precision units", ""),
+        ("cpu:plain", "fp16", "CPU without fp16 units", ""),
+        ("cpu:plain", "bf16", "CPU without bf16 units", ""),
         (
             "cuda:sm_75",
             "bf16",

@@ -38,6 +38,10 @@ def adamw() -> torch.optim.Optimizer:
     return torch.optim.AdamW(model().parameters())
 
 
+def nothing(gm: Any, inputs: Any) -> Any:
+    """A back end that forgets to return the graph."""
+
+
 MISTAKES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "a loss of two": (
         lambda: compare(loss_fn=F.cross_entropy),
@@ -68,6 +72,28 @@ MISTAKES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: autoamp.convert(model(), keep=["2.*"], **BF16),
         ("keep='2.*'", "did you mean '2'?"),
     ),
+    "a missing argument": (
+        lambda: autoamp.export(nn.Bilinear(8, 8, 8), (X,), **BF16),
+        ("Bilinear.forward()", "'input2'", "args"),
+    ),
+    "an argument too many": (
+        lambda: autoamp.export(nn.Linear(8, 8), (X, X), **BF16),
+        ("Linear.forward()", "too many"),
+    ),
+    "a back end of nothing": (
+        lambda: autoamp.convert(
+            model(), backend=nothing, strict=True, do_no_harm=False, precision="bf16"
+        )(X),
+        ("nothing", "None", "function"),
+    ),
+    "hot as text": (
+        lambda: autoamp.enable(hot="no"),  # type: ignore[arg-type]
+        ("hot='no'", "True or False"),
+    ),
+    "a GPU": (
+        lambda: autoamp.explain(model(), X, device="gpu"),
+        ("device='gpu'", "'cuda'"),
+    ),
     "keywords": (
         lambda: autoamp.explain(model(), X, kwargs=X),  # type: ignore[arg-type]
         ("kwargs= is a Tensor",),
@@ -93,6 +119,13 @@ def test_rules_of_another_precision_are_refused_before_a_call() -> None:
         says(raised, "fp16 is written for float16", "or no rules")
 
 
+@pytest.mark.parametrize("table", [{"gelu": "deny"}, {"gelu": None}, ["gelu"], None])
+def test_a_table_of_no_rules(table: Any) -> None:
+    with pytest.raises(autoamp.RulesError) as raised:
+        autoamp.Rules("mine", table)
+    says(raised, "'mine'", "no rule", "Rules.load", option="deny")
+
+
 def test_a_report_of_no_module() -> None:
     with pytest.raises(autoamp.UnsupportedModelError) as raised:
         autoamp.report(adamw())  # type: ignore[arg-type]
@@ -103,3 +136,15 @@ def test_a_folder_is_no_exported_program(tmp_path: Path) -> None:
     with pytest.raises(autoamp.OptionError) as raised:
         autoamp.load(tmp_path)
     says(raised, tmp_path.name, "directory")
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_state_dict_is_no_exported_program(
+    tmp_path: Path, whole: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model.pt2"
+    torch.save(model() if whole else model().state_dict(), path)
+    with pytest.raises(autoamp.OptionError) as raised:
+        autoamp.load(path)
+    says(raised, path.name, "no exported program", "torch.load")
+    assert capfd.readouterr().err == ""

@@ -266,7 +266,7 @@ def roofline(model: str, low: torch.dtype) -> Device:
     """The roofline of device `model` of the table, computing in `low`."""
     row = figures()[model]
     name, peak = row["name"], row.get(short_name(low))
-    if peak is None and row["type"] != "cpu":
+    if peak is None:
         name += f" without {short_name(low)} units"
     return Device(
         name=name,
@@ -321,6 +321,8 @@ def full_name(name: str) -> str:
     if number:
         keys = {int(key[3:]): key for key in figures() if key.startswith("sm_")}
         nearest = keys[min(keys, key=lambda n: abs(n - int(number[1])))]
+    elif text.startswith("gpu"):
+        nearest = re.sub("^gpus?", "cuda", text)
     else:
         kinds = [kind for kind, row in KINDS.items() if row.model_here is not None]
         # A cut-off of 0: one name is always the closest.

@@ -54,6 +54,16 @@ class Rules(Printed):
 
     def __post_init__(self) -> None:
         """Takes its own copy of the table, so that no one can change it later."""
+        table: object = self.table
+        given = table.items() if isinstance(table, Mapping) else [("table", table)]
+        for op, rule in given:
+            if not isinstance(rule, Rule):
+                raise RulesError(
+                    f"Rules({self.name!r}): {op} is {printable_line(repr(rule), 300)}, "
+                    'which is no rule: Rules.load("mine.toml") reads rules, and '
+                    "with_lists() of Rules, as the options allow, deny, infer and "
+                    "clear, moves an op to another list"
+                )
         object.__setattr__(self, "table", MappingProxyType(dict(self.table)))
 
     def __reduce__(self) -> tuple[type[Rules], tuple[Any, ...]]:

@@ -483,10 +483,10 @@ def test_a_gpu_is_taken_for_the_newest_that_is_not_newer(
 @pytest.mark.parametrize(
     ("units", "name", "pays"),
     [
-        ({}, "CPU without low-precision units", False),
+        ({}, "CPU without bf16 units", False),
         ({LOW: "avx512_bf16"}, "CPU with avx512_bf16", True),
         ({LOW: "amx_bf16"}, "CPU with AMX", True),
-        ({torch.float16: "amx_fp16"}, "CPU without low-precision units", False),
+        ({torch.float16: "amx_fp16"}, "CPU without bf16 units", False),
     ],
 )
 def test_a_cpu_is_known_by_its_unit_for_the_dtype(
