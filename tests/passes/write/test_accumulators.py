@@ -22,6 +22,7 @@ from autoamp import compat
 from autoamp.passes.functions import product
 from tests.metrics import relative_error
 from tests.passes.write.door import Device, read_wide, sums
+from tests.small_models import Of, is_rounded
 
 WIDTH = 16
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -291,6 +292,22 @@ def test_a_result_that_is_read_low_stays_low(program: Callable[..., Any]) -> Non
         model(data())
     found = [n for n in products(model) if n.kwargs.get("wide")]
     assert len(found) <= 1
+
+
+def test_weights_and_their_copies_are_given_to_products() -> None:
+    """A bias that is no weight is given to the product as it was."""
+
+    def function(m: Any, x: Tensor) -> Tensor:
+        return m.last(functional.linear(x, m.weight, x.sum(0)))
+
+    torch.manual_seed(0)
+    last = nn.Linear(WIDTH, WIDTH, bias=False)
+    model = Of(function, weight=nn.Parameter(torch.eye(WIDTH)), last=last)
+    x = torch.randn(4, WIDTH)
+    exact = model(x)
+    ours = autoamp.convert(model, precision="bf16", do_no_harm=False, strict=True)
+    assert is_rounded(ours(x), exact)
+    assert [len(n.args) for n in products(ours)] == [4, 3]
 
 
 def test_a_function_pays_by_the_bytes_that_it_saves(monkeypatch) -> None:

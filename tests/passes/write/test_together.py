@@ -223,6 +223,23 @@ def test_groups_are_no_larger_than_the_limits(monkeypatch) -> None:
         assert sum(c.meta["val"].nbytes for c in copies) <= 3 * WIDTH**2 * 2
 
 
+def test_uses_of_another_kind_dtype_or_device_are_apart(monkeypatch) -> None:
+    monkeypatch.setattr(together, "MOST_BYTES", 4 * WIDTH)
+    graph = fx.Graph()
+
+    def use(target: Any = low_weight, size: int = WIDTH, **how: Any) -> fx.Node:
+        node = graph.call_function(target, (graph.placeholder("w"), None))
+        node.meta["val"] = torch.empty(size, **{"dtype": torch.bfloat16, **how})
+        return node
+
+    first = use()
+    assert together._fits([first], use())
+    assert not together._fits([first], use(low_weight_unscaled))
+    assert not together._fits([first], use(size=WIDTH + 1))
+    assert not together._fits([first], use(dtype=torch.float16))
+    assert not together._fits([first], use(device="meta"))
+
+
 def test_no_group_reaches_over_a_change_of_grad_mode() -> None:
     class Stopped(nn.Module):
         def __init__(self) -> None:
