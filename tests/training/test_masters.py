@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 
 import autoamp
 from autoamp import compat
+from autoamp.training.half_optimizers import trains_half
+from autoamp.training.options import Options
 from tests.one_rank import one_rank
 from tests.says import says
 from tests.small_models import Of
@@ -330,6 +332,28 @@ def test_tied_and_foreign_parameters_are_saved_once() -> None:
     names = list(optimizer.state_dict()[KEY])
     assert names == ["one.weight", "one.bias", "two.bias", "unnamed_parameter_4"]
     optimizer.load_state_dict(saved(optimizer))
+
+
+def test_exact_casts_of_another_compiler_are_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = Options(exact_casts=True).compiled_by("aot_eager")
+    assert not options.exact_casts
+    says(caplog.messages, "aot_eager", option="exact_casts=True")
+
+
+def test_an_optimizer_that_is_differentiated_has_no_masters() -> None:
+    model = mlp()
+    optimizer = optim.SGD(model.parameters(), lr=0.1, differentiable=True)
+    autoamp.convert(model, optimizer)
+    assert masters_of(optimizer) == {}
+
+
+def test_an_optimizer_without_groups_trains_no_half_weights() -> None:
+    optimizer = optim.SGD(mlp().parameters(), lr=0.1)
+    assert trains_half(optimizer)
+    optimizer.param_groups.clear()
+    assert not trains_half(optimizer)
 
 
 def test_loaded_masters_are_no_state_of_the_optimizers() -> None:
