@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
+from tests.says import says
 from tests.small_models import Of, converted
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -134,6 +135,8 @@ def test_results_are_autocasts(name: str) -> None:
     result, row = ran(FOLLOWED[name])
     assert torch.equal(result, under_autocast(FOLLOWED[name]).to(result.dtype))
     assert (row.origin, row.precision) == ("its author", precision_of(name))
+    if "by hand" in name:
+        says(row.reason, "casts to")
 
 
 @pytest.mark.usefixtures("bf16_units")
