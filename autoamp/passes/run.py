@@ -24,6 +24,7 @@ from autoamp.passes.graph_record import Prepared, Rewritten, Setting
 from autoamp.passes.list import PASSES, LeaveOut, Pass, Phase
 from autoamp.passes.options import PassOptions
 from autoamp.passes.see.dtensors_as_whole import ON_MESH
+from autoamp.passes.see.low_outside import mark_low_outside
 from autoamp.passes.see.normalise import UNTRACED, Normalised, normalise
 from autoamp.passes.see.regions import BODY_LEFT, BODY_RECORDS, LOW_INPUTS, LOWERED_BODY
 from autoamp.passes.write.body_inputs import casts_of_inputs
@@ -242,6 +243,13 @@ def _first_record(
 ) -> Rewritten:
     """The first record of a graph, made after its sub-graphs have been rewritten."""
     gm = normalised.gm
+    inside = [m for m in gm.children() if isinstance(m, fx.GraphModule)]
+    has_bodies = any(LOWERED_BODY in each.meta for each in inside)
+    # Rules of the user's, and modules kept fp32, leave other dtypes than autocast's.
+    as_listed = not options.kept and options.rules is None
+    # The bodies of a body are looked at with the graph round it.
+    if has_bodies and as_listed and LOWERED_BODY not in gm.meta:
+        mark_low_outside(gm, low, setting.device_type)
     bodies: list[Rewritten] = []
     left: dict[str, str] = {}
     for name, body in list(gm.named_children()):

@@ -158,8 +158,15 @@ def _out_of_a_group(old: fx.Node, new: fx.Node) -> tuple[Call, Call]:
 def _copied_once(old: fx.Node, new: fx.Node) -> tuple[Call, Call]:
     """The cast of an input of a body that is given the input low, which copies none."""
     inputs = [n for n in new.all_input_nodes if n.op == "placeholder"]
-    # The gradients of two readers would be summed in the dtype of the input.
-    if new.target is _ATEN.to.dtype and inputs and set(inputs[0].users) == {new}:
+    # Whatever else read the input would read it low now.
+    if (
+        new.target is _ATEN.to.dtype
+        and inputs
+        and all(
+            user.target is _ATEN.to.dtype or user.target in USES
+            for user in inputs[0].users
+        )
+    ):
         cast = _ATEN._to_copy.default
         return call_of(old), Call(cast, (inputs[0],), {"dtype": new.args[1]})
     return call_of(old), call_of(new)

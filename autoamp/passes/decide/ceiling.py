@@ -47,21 +47,19 @@ def low_under_autocast(classified: Classified) -> frozenset[str]:
     pinned to fp32 is not low, unless its result may be rounded.
     """
     low: set[str] = set()
-    results: set[str] = set()
     # In graph order, so that the makers of a node's operands are settled before it.
     for name, verdict in classified.verdicts.items():
         if _gives_fp32(name, classified):
             continue
         if not verdict.pinned or verdict.may_round:
-            producer = classified.facts.producer
-            widths = {producer(value) for value in _promoting(name, classified)}
+            producer, outside = classified.facts.producer, classified.facts.low_outside
+            read = _promoting(name, classified)
+            widths = {producer(value) for value in read if value not in outside}
             # Autocast may take a product of ours in the widest dtype of its operands.
             rounds = verdict.category is Category.ALLOW and verdict.autocast is None
             # A node that reads nothing which promotes is made in fp32.
-            if rounds or (widths and widths <= results):
+            if rounds or (read and widths <= low):
                 low.add(name)
-                if not verdict.fp32_results:
-                    results.add(name)
     return frozenset(low)
 
 

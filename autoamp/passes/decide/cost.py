@@ -101,6 +101,14 @@ def price_graph(
     values = [f for f in facts.nodes.values() if f.is_value]
     casts = {f.name: model.cast(f) for f in values}
     down = dict(casts)
+    # Low outside of a body, these are read low at no price; the graph round the body
+    # casts them up for a reader in fp32.
+    given_low = facts.low_outside & facts.constants & casts.keys()
+    down.update(dict.fromkeys(given_low, 0))
+    for name in verdicts:
+        high, low = ops[name]
+        read = {operand.value for operand in facts.nodes[name].operands}
+        ops[name] = (high + sum(casts[value] for value in given_low & read), low)
     if free_weights:
         # One copy serves until the optimizer's next step.
         down.update(dict.fromkeys(facts.weights & casts.keys(), 0))

@@ -23,6 +23,7 @@ from autoamp.passes.functions import BOTH_WAYS, STATE, WITH_FP32_STATE
 from autoamp.passes.ops import base_name, is_inplace, is_pointwise, op_name
 from autoamp.passes.rules import family
 from autoamp.passes.see.dtensors_as_whole import HELD
+from autoamp.passes.see.low_outside import LOW_OUTSIDE
 from autoamp.passes.see.nodes import (
     KERNEL,
     ForChain,
@@ -137,6 +138,7 @@ class Facts:
         written_opaquely: the `mutated` storages that an opaque sub-graph may write to,
             or that an op writes to and does not return.
         outside: storages of inputs and attributes, which exist outside the graph too.
+        low_outside: values at the edges of bodies that are low under autocast.
         is_body: whether the graph is that of a branch, a loop or a checkpoint.
         own_kernels: whether norms are those of `passes/functions/norms.py`.
         element_of: each `getitem` node to the node that makes the tuple.
@@ -151,6 +153,7 @@ class Facts:
     mutated: frozenset[int]
     written_opaquely: frozenset[int]
     outside: frozenset[int]
+    low_outside: frozenset[str] = frozenset()
     is_body: bool = False
     own_kernels: bool = False
     element_of: Mapping[str, str] = field(default_factory=dict)
@@ -193,6 +196,7 @@ def collect_facts(
         mutated=frozenset(walk.writes),
         written_opaquely=frozenset(walk.opaque_writes),
         outside=frozenset(walk.outside),
+        low_outside=frozenset(n.name for n in gm.graph.nodes if LOW_OUTSIDE in n.meta),
         is_body=LOWERED_BODY in gm.meta,
         element_of=walk.element_of,
     )

@@ -14,31 +14,37 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from autoamp.passes.functions import low_uses, low_weight
 from autoamp.passes.graph_record import Rewritten
 from autoamp.passes.ops import bodies_of
+from autoamp.passes.see.low_outside import LOW_OUTSIDE
 from autoamp.passes.see.regions import shared_inputs
 from autoamp.passes.write.copied import copied
 from autoamp.passes.write.emitted import CAST_KIND, dtype_of
 
+_USES = (low_uses, low_weight)
 _COPY, _TO = torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype
 
 
-def casts_of_inputs(body: fx.GraphModule) -> dict[int, fx.Node]:
-    """The inputs, by their positions, whose one reader is a cast; with the cast.
+def casts_of_inputs(body: fx.GraphModule) -> dict[int, list[fx.Node]]:
+    """The inputs, by their positions, that casts alone read; with the casts.
 
-    The gradients of several readers are summed in fp32 behind the casts, and would be
-    summed in the compute dtype if the input had it.
+    The gradients of several reads are summed in fp32 behind one cast (`low_uses`).
+    Rounded, the sum is as true as autocast's only where autocast has the input low.
     """
-    readers = {
-        at: next(iter(node.users))
-        for at, node in enumerate(body.graph.find_nodes(op="placeholder"))
-        if len(node.users) == 1
-    }
-    return {
-        at: reader
-        for at, reader in readers.items()
-        if reader.target is _COPY and reader.meta.get(CAST_KIND) == "down"
-    }
+    found = {}
+    for at, node in enumerate(body.graph.find_nodes(op="placeholder")):
+        readers = [*node.users]
+        casts = [
+            reader
+            for reader in readers
+            if reader.target is _COPY and reader.meta.get(CAST_KIND) == "down"
+        ]
+        if LOW_OUTSIDE in node.meta:
+            readers = [r for r in readers if r.target not in _USES]
+        if casts and readers == casts and (LOW_OUTSIDE in node.meta or len(casts) == 1):
+            found[at] = casts
+    return found
 
 
 def with_low_inputs(work: Rewritten, left: Collection[str] = ()) -> Rewritten:
@@ -73,7 +79,8 @@ def _given_low(body: Rewritten, positions: Collection[int]) -> Rewritten:
     Their casts become `to`, which copies nothing of a tensor that has the dtype.
     """
     gm, nodes = copied(body.gm)
-    casts = [nodes[c] for at, c in casts_of_inputs(body.gm).items() if at in positions]
+    found = casts_of_inputs(body.gm).items()
+    casts = [nodes[cast] for at, each in found if at in positions for cast in each]
     if not casts:
         return body
     for cast in casts:

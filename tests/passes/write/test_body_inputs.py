@@ -14,14 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from tests.metrics import relative_error, saved_bytes
+from tests.passes.write.door import low_uses
 from tests.small_models import CLOSE, Of, converted
 
 WIDTH = 8
 
 
-def layers(count: int = 3) -> dict[str, nn.Module]:
+def layers(width: int = WIDTH) -> dict[str, nn.Module]:
     torch.manual_seed(0)
-    return {f"fc{at}": nn.Linear(WIDTH, WIDTH) for at in range(count)}
+    return {f"fc{at}": nn.Linear(width, width) for at in range(3)}
 
 
 def in_checkpoints(m: Any, x: Tensor) -> Tensor:
@@ -40,6 +41,26 @@ def with_residuals(m: Any, x: Tensor) -> Tensor:
 def read_twice(m: Any, x: Tensor) -> Tensor:
     """The gradients of both reads are summed in fp32, behind two uses of one cast."""
     return checkpoint(lambda x: m.fc0(x) * m.fc1(x), x.exp(), use_reentrant=False)
+
+
+def low_residuals(m: Any, x: Tensor) -> Tensor:
+    """Under autocast a product begins the stream, which is low from then on."""
+    x = m.fc0(x)
+    for layer in (m.fc1, m.fc2):
+        x = checkpoint(lambda x, fc=layer: x + fc(x).relu(), x, use_reentrant=False)
+    return x
+
+
+def residuals_outside(m: Any, x: Tensor) -> Tensor:
+    """What the checkpoints give is low under autocast, and so are the sums."""
+    x = m.fc0(x)
+    for layer in (m.fc1, m.fc2):
+        x = (x + checkpoint(layer, x, use_reentrant=False)).relu()
+    return x
+
+
+def several_reads(m: Any, x: Tensor) -> Tensor:
+    return checkpoint(lambda x: m.fc1(x) * m.fc2(x) + x, m.fc0(x), use_reentrant=False)
 
 
 def in_branches(m: Any, x: Tensor) -> Tensor:
@@ -74,6 +95,9 @@ def given_twice(m: Any, x: Tensor) -> Tensor:
 PROGRAMS: dict[Callable[..., Tensor], int] = {
     in_checkpoints: 3,
     with_residuals: 0,
+    low_residuals: 2,
+    residuals_outside: 2,
+    several_reads: 1,
     read_twice: 0,
     in_branches: 1,
     in_one_branch: 0,
@@ -102,6 +126,7 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 # Torch's own `cond` asks for it of what is no leaf.
+@pytest.mark.usefixtures("bf16_units")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
 def test_an_input_that_is_read_low_alone_comes_low(
@@ -115,10 +140,18 @@ def test_an_input_that_is_read_low_alone_comes_low(
     assert handed_low(model) == PROGRAMS[program]
 
 
-def test_checkpoints_keep_no_more_than_under_autocast() -> None:
-    plain, model = (Of(in_checkpoints, **layers()) for _ in range(2))
+@pytest.mark.usefixtures("bf16_units")
+@pytest.mark.parametrize(
+    "program",
+    [in_checkpoints, low_residuals, residuals_outside],
+    ids=lambda p: p.__name__,
+)
+def test_checkpoints_keep_no_more_than_under_autocast(
+    program: Callable[..., Tensor],
+) -> None:
+    plain, model = (Of(program, **layers(256)) for _ in range(2))
     converted(model)
-    x = torch.randn(64, WIDTH, requires_grad=True)
+    x = torch.randn(1024, 256, requires_grad=True)
 
     def under_autocast() -> Any:
         with torch.autocast("cpu", torch.bfloat16):
@@ -127,9 +160,36 @@ def test_checkpoints_keep_no_more_than_under_autocast() -> None:
     model(x)
     kept = saved_bytes(lambda: model(x), model.parameters())
     autocasts = saved_bytes(under_autocast, plain.parameters())
-    assert kept.total <= autocasts.total
-    # Three inputs, each of two bytes a number.
-    assert kept.total == 3 * x.numel() * 2
+    kept_data = kept.total - kept.weight_copies
+    assert kept_data <= autocasts.total - autocasts.weight_copies
+
+
+def test_gradients_of_several_low_reads_are_summed_in_fp32() -> None:
+    """In bf16, 256 and 1 and 1 are 256."""
+    value = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
+    grads = [torch.full((1,), n, dtype=torch.bfloat16) for n in (256.0, 1.0, 1.0)]
+    torch.autograd.backward(low_uses(value, value.detach(), 3), grads)
+    assert value.grad == 258
+    assert [grad.item() for grad in grads] == [256, 1, 1]
+
+
+@pytest.mark.usefixtures("bf16_units")
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_stream_that_autocast_would_not_have_low_stays_fp32(
+    keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules are kept, or the graph does not run without data."""
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    model, options = Of(low_residuals, **layers()), {"keep": ["fc2"]} if keeps else {}
+    if not keeps:
+        walk = importlib.import_module("autoamp.passes.see.low_outside")._UnderAutocast
+        monkeypatch.setattr(walk, "run", fails)
+    converted(model, **options)
+    model(torch.randn(4, WIDTH, requires_grad=True))
+    assert handed_low(model) == 0
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
