@@ -245,8 +245,9 @@ def _first_record(
     gm = normalised.gm
     inside = [m for m in gm.children() if isinstance(m, fx.GraphModule)]
     has_bodies = any(LOWERED_BODY in each.meta for each in inside)
-    # Rules of the user's, and modules kept fp32, leave other dtypes than autocast's.
-    as_listed = not options.kept and options.rules is None
+    # Modules kept fp32, and rules of the user's, leave more in fp32 than autocast.
+    own = (options.kept, options.rules, options.deny, options.infer, options.clear)
+    as_listed = not any((*own, options.unlist))
     # The bodies of a body are looked at with the graph round it.
     if has_bodies and as_listed and LOWERED_BODY not in gm.meta:
         mark_low_outside(gm, low, setting.device_type)

@@ -7,6 +7,7 @@ body casts such an input, as for any other low reader, or has it low already.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import replace
@@ -60,7 +61,7 @@ def with_low_inputs(work: Rewritten, left: Collection[str] = ()) -> Rewritten:
                 given = shared_inputs(call, body)
                 low[body] |= {at for at, node in given if dtype_of(node) == work.low}
     found = [_given_low(body, low.get(body.gm, ())) for body in work.bodies]
-    if found == [*work.bodies]:
+    if all(now is was for was, now in zip(work.bodies, found, strict=True)):
         return work
     pairs = list(zip(work.bodies, found, strict=True))
     gms = []
@@ -78,14 +79,13 @@ def _given_low(body: Rewritten, positions: Collection[int]) -> Rewritten:
 
     Their casts become `to`, which copies nothing of a tensor that has the dtype.
     """
-    gm, nodes = copied(body.gm)
-    found = casts_of_inputs(body.gm).items()
-    casts = [nodes[cast] for at, each in found if at in positions for cast in each]
-    if not casts:
+    each = [found for at, found in casts_of_inputs(body.gm).items() if at in positions]
+    if not each:
         return body
-    for cast in casts:
-        dtype = cast.kwargs["dtype"]
-        cast.target, cast.args, cast.kwargs = _TO, (*cast.args, dtype), {}
-    names = {cast.name for cast in casts}
+    gm, copies = copied(body.gm)
+    for cast in itertools.chain(*each):
+        node, dtype = copies[cast], cast.kwargs["dtype"]
+        node.target, node.args, node.kwargs = _TO, (*node.args, dtype), {}
+    names = {cast.name for cast in itertools.chain(*each)}
     kept = tuple(cast for cast in body.casts if cast.name not in names)
     return replace(body, gm=gm, casts=kept)
