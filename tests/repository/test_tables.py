@@ -53,6 +53,7 @@ PAGES = {
 H100 = "nvidia-h100-80gb-hbm3"
 PAGES_OF_MODELS = {
     "compiled": ("compiled", Setting()),
+    "memory": ("memory", Setting()),
     "prediction": ("prediction", Setting()),
     "training": ("training", Setting()),
     f"training-bf16-{H100}": ("training", Setting("cuda")),

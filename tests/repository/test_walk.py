@@ -23,7 +23,7 @@ WALKS = {
     "a captured graph": (
         Place("autoamp.passes.run", "prepare"),
         "gm",
-        (17, 12, 5),
+        (20, 13, 7),
         (12, 8, 2),
     ),
     "the reading of a step": (

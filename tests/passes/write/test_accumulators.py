@@ -195,7 +195,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.twice(self.twice(self.enter(x)).tanh())
         h = self.frozen(h).tanh() @ self.mixed
-        h = checkpoint(lambda h: self.inner(h) + h, h, use_reentrant=False)
+        h = checkpoint(lambda h: self.inner(h) + h.float(), h, use_reentrant=False)
         return self.head(h)
 
 
