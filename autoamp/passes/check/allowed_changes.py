@@ -162,10 +162,7 @@ def _copied_once(old: fx.Node, new: fx.Node) -> tuple[Call, Call]:
     if (
         new.target is _ATEN.to.dtype
         and inputs
-        and all(
-            user.target is _ATEN.to.dtype or user.target in USES
-            for user in inputs[0].users
-        )
+        and all(user.target is _ATEN.to.dtype for user in inputs[0].users)
     ):
         cast = _ATEN._to_copy.default
         return call_of(old), Call(cast, (inputs[0],), {"dtype": new.args[1]})

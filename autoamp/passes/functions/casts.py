@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.dtypes import HIGH_DTYPE
 from autoamp.passes.functions.edge import (
     gradient,
     leaving,
@@ -359,15 +358,15 @@ class _LowUses(torch.autograd.Function):
         for grad in grads:
             if grad is not None:
                 # In place: `to` has made `total`, which nobody else holds.
-                total = grad.to(HIGH_DTYPE) if total is None else total.add_(grad)
-        return None if total is None else total.to(ctx.dtype), None, None
+                total = grad.to(ctx.dtype) if total is None else total.add_(grad)
+        return total, None, None
 
 
 _apply_low_uses: Any = compat.direct_apply(_LowUses)
 
 
 def low_uses(value: Tensor, copy: Tensor, uses: int) -> tuple[Tensor, ...]:
-    """Several uses of `value` (any shape) through `copy`, its low-precision copy.
+    """Several uses of `value` (fp32, any shape) through `copy`, its low-precision copy.
 
     Each of the `uses` results has the shape and dtype of `copy`.  The gradients of the
     results are summed in fp32 and flow to `value`, none to `copy`.  All gradients are

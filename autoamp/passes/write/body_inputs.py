@@ -15,7 +15,6 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from autoamp.passes.functions import low_uses, low_weight
 from autoamp.passes.graph_record import Rewritten
 from autoamp.passes.ops import bodies_of
 from autoamp.passes.see.low_outside import LOW_OUTSIDE
@@ -23,27 +22,24 @@ from autoamp.passes.see.regions import shared_inputs
 from autoamp.passes.write.copied import copied
 from autoamp.passes.write.emitted import CAST_KIND, dtype_of
 
-_USES = (low_uses, low_weight)
 _COPY, _TO = torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype
 
 
 def casts_of_inputs(body: fx.GraphModule) -> dict[int, list[fx.Node]]:
     """The inputs, by their positions, that casts alone read; with the casts.
 
-    The gradients of several reads are summed in fp32 behind one cast (`low_uses`).
-    Rounded, the sum is as true as autocast's only where autocast has the input low.
+    Several casts stand in several regions of grad mode or autocast.  Their gradients
+    are summed in the dtype of the input, as autocast does where it has the input low.
     """
     found = {}
     for at, node in enumerate(body.graph.find_nodes(op="placeholder")):
-        readers = [*node.users]
         casts = [
             reader
-            for reader in readers
+            for reader in node.users
             if reader.target is _COPY and reader.meta.get(CAST_KIND) == "down"
         ]
-        if LOW_OUTSIDE in node.meta:
-            readers = [r for r in readers if r.target not in _USES]
-        if casts and readers == casts and (LOW_OUTSIDE in node.meta or len(casts) == 1):
+        is_alone = len(casts) == 1 or LOW_OUTSIDE in node.meta
+        if casts and is_alone and len(casts) == len(node.users):
             found[at] = casts
     return found
 

@@ -316,6 +316,9 @@ class Uses:
         # No gradient arrives, so there is no sum to keep in fp32.
         if not (self._facts.nodes[value].requires_grad and reader.passes_gradient):
             return copy
+        # Autocast has one low value here, and sums its gradients in its dtype.
+        if value in self._facts.low_outside:
+            return copy
         key = (value, reader.region, epoch)
         uses = self._low_reads[key]
         if uses < 2:

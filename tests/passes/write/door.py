@@ -13,7 +13,6 @@ from autoamp.passes import list as passes
 from autoamp.passes.check.allowed_changes import TOGETHER as MAY_GROUP
 from autoamp.passes.check.compare import differences
 from autoamp.passes.decide.devices import Device
-from autoamp.passes.functions import low_uses
 from autoamp.passes.graph_record import Rewritten
 from autoamp.passes.run import rewrite_graph
 from autoamp.passes.write.copied import clean_up, copied
@@ -24,7 +23,7 @@ sums: Any = importlib.import_module("autoamp.passes.decide.sums")
 together: Any = importlib.import_module("autoamp.passes.write.grouped_weight_casts")
 
 __all__ = [
-    "MAY_GROUP", "Device", "clean_up", "copied", "differences", "low_uses",
+    "MAY_GROUP", "Device", "clean_up", "copied", "differences",
     "passes", "read_wide", "rewritten_graph", "sums", "together",
 ]  # fmt: skip
 

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from tests.metrics import relative_error, saved_bytes
-from tests.passes.write.door import low_uses
 from tests.small_models import CLOSE, Of, converted
 
 WIDTH = 8
@@ -162,15 +161,6 @@ def test_checkpoints_keep_no_more_than_under_autocast(
     autocasts = saved_bytes(under_autocast, plain.parameters())
     kept_data = kept.total - kept.weight_copies
     assert kept_data <= autocasts.total - autocasts.weight_copies
-
-
-def test_gradients_of_several_low_reads_are_summed_in_fp32() -> None:
-    """In bf16, 256 and 1 and 1 are 256."""
-    value = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
-    grads = [torch.full((1,), n, dtype=torch.bfloat16) for n in (256.0, 1.0, 1.0)]
-    torch.autograd.backward(low_uses(value, value.detach(), 3), grads)
-    assert value.grad == 258
-    assert [grad.item() for grad in grads] == [256, 1, 1]
 
 
 @pytest.mark.usefixtures("bf16_units")
