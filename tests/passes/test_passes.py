@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp.errors import AutoampError
@@ -76,6 +77,21 @@ class Everything(nn.Module):
         e = (y - y.amax(-1, keepdim=True)).exp()
         y = self.norm(self.inner(e / e.sum(-1, keepdim=True)))
         z = self.leave(y)
+        return z, z.square().mean()
+
+
+class InBodies(nn.Module):
+    """A program whose rows are added up, and multiplied in a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.inner = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, _: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self.enter(x).relu().float()
+        y = torch.zeros_like(rows).index_add(1, torch.arange(LENGTH) // 2, rows)
+        z = checkpoint(self.inner, y.square(), use_reentrant=False)
         return z, z.square().mean()
 
 
@@ -230,12 +246,12 @@ def planted(each: Pass, fault: Callable[..., bool], hit: list[bool]) -> Pass:
 
 
 @functools.cache
-def captured(scaled: bool, compiled: bool, on_mesh: bool) -> Rewritten:
+def captured(each: Pass) -> Rewritten:
     """The work on a program as the list of passes gets it."""
     options: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
-    if scaled:
+    if each.name in ("edge", "for compilers"):
         options["loss_scale"] = 128.0
-    if compiled:
+    if each.name == "for compilers":
         options["backend"] = lookup_backend("aot_eager")
     seen: list[Rewritten] = []
     real = run._run
@@ -247,7 +263,7 @@ def captured(scaled: bool, compiled: bool, on_mesh: bool) -> Rewritten:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "_run", spied)
         with contextlib.ExitStack() as stack:
-            model, given = program(stack, on_mesh)
+            model, given = program(stack, each.name)
             autoamp.convert(model, **options, strict=True)(*given)
     return seen[-1]
 
@@ -256,16 +272,14 @@ MESHED = ("calls once", "gathers", "meshes")
 """The passes that find something in a graph on DTensors alone."""
 
 
-def program(stack: contextlib.ExitStack, on_mesh: bool) -> tuple[nn.Module, Any]:
-    """A program, and the arguments of a call of it."""
-    if not on_mesh:
-        return Everything(), data()
+IN_BODIES = ("low inputs", "index adds")
+
+
+def program(stack: contextlib.ExitStack, name: str) -> tuple[nn.Module, Any]:
+    """A program for a pass, and the arguments of a call of it."""
+    if name not in MESHED:
+        return InBodies() if name in IN_BODIES else Everything(), data()
     return OnMesh(stack.enter_context(one_rank())), data()[1:]
-
-
-def work_for(each: Pass) -> Rewritten:
-    compiled = each.name == "for compilers"
-    return captured(compiled or each.name == "edge", compiled, each.name in MESHED)
 
 
 def up_to(each: Pass, instead: Pass) -> list[Pass]:
@@ -298,7 +312,7 @@ def test_planted_faults_are_refused(each: Pass) -> None:
         hit: list[bool] = []
         try:
             listed = up_to(each, planted(each, fault, hit))
-            run._run(work_for(each), max(each.phase, Phase.WRITE), listed)
+            run._run(captured(each), max(each.phase, Phase.WRITE), listed)
         except AutoampError:
             refused = True
         else:
@@ -326,7 +340,7 @@ def test_a_fault_costs_a_region_and_no_number(each: Pass, monkeypatch) -> None:
         options["backend"] = lookup_backend("aot_eager")
         options["loss_scale"] = 128.0
     with contextlib.ExitStack() as stack:
-        made, given = program(stack, each.name in MESHED)
+        made, given = program(stack, each.name)
         truth = [*step(copy.deepcopy(made), given)]
         model = autoamp.convert(made, **options, strict=False)
         for found, true in zip(step(model, given), truth, strict=True):
