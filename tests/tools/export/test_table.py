@@ -203,10 +203,12 @@ def test_a_program_gives_the_converted_models_bits(
 
 
 def widen_a_body(model: Any) -> None:
+    """A body is given fp32 by the graph round it, or casts to fp32 itself."""
+    graphs = [model.graph]
     for node in model.graph.node:
-        for body in (a.g for a in node.attribute if a.HasField("g")):
-            for cast in (n for n in body.node if n.op_type == "Cast"):
-                cast.attribute[0].i = onnx.TensorProto.FLOAT
+        graphs += [a.g for a in node.attribute if a.HasField("g")]
+    for cast in (n for graph in graphs for n in graph.node if n.op_type == "Cast"):
+        cast.attribute[0].i = onnx.TensorProto.FLOAT
 
 
 @pytest.mark.parametrize(("name", "low"), marked(FILES))
