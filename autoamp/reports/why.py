@@ -118,6 +118,9 @@ def undecided(section: Section, name: str) -> str:
         return f"comes from outside the graph {dtype}; it is never changed."
     maker = element_of(section, name)
     if maker:
+        verdict = section.rewritten.classified.verdicts.get(maker)
+        if verdict is not None and verdict.fp32_results:
+            return f"is an element of {maker}, which gives fp32."
         return f"is an element of {maker}, and has the precision of {maker}."
     return "neither reads nor makes fp32 tensors, so it has no precision to choose."
 

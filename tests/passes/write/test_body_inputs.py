@@ -201,6 +201,9 @@ def test_the_report_says_what_a_body_takes_and_counts_each_cast_once() -> None:
     calls = [row for row in report.ops if not row.body]
     assert {row.precision for row in calls} == {"bf16"}
     assert "takes getitem low; its body asks for it" in calls[1].reason
+    assert "is an element of checkpointed, which gives fp32" in str(
+        report.why("getitem")
+    )
     # In each body one cast is left, of the result.
     assert report.cast_counts.forward == 6
 
