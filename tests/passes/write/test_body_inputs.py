@@ -163,6 +163,30 @@ def test_checkpoints_keep_no_more_than_under_autocast(
     assert kept_data <= autocasts.total - autocasts.weight_copies
 
 
+class Normed(nn.Module):
+    """A norm, which CUDA's autocast computes in fp32 and that of CPUs does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.inner = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.enter(x))
+        return checkpoint(lambda x: x + self.inner(x), x, use_reentrant=False)
+
+
+@pytest.mark.usefixtures("bf16_units")
+@pytest.mark.parametrize(("device", "is_low"), [("cpu", True), ("h100", False)])
+def test_each_device_has_its_own_autocast(device: str, is_low: bool) -> None:
+    """The sum in the body is fp32 where the list of the device has the norm."""
+    x = torch.randn(4, WIDTH)
+    report = autoamp.explain(Normed(), x, device=device, precision="bf16")
+    (added,) = (row for row in report.ops if row.name == "add")
+    assert ("type promotion leaves it fp32" in added.reason) != is_low
+
+
 @pytest.mark.usefixtures("bf16_units")
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_stream_that_autocast_would_not_have_low_stays_fp32(
