@@ -3,11 +3,16 @@
 Each allocation on the CPU is followed from its event in the allocator (`torch.profiler`
 with `profile_memory`) to the event that frees it, from before the model is built: the
 counts are exact, and have the temporaries inside of kernels.
+
+With `--device cuda` the step is that of an H100 on tensors without data, and needs no
+GPU: each storage is followed from the op that makes it until nothing holds it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,14 +27,14 @@ from autoamp import compat
 from autoamp.tools.bench_memory import allocations
 from autoamp.training.sentinels import copies_of
 
-from . import models, processes, report
+from . import fake_gpu, models, processes, report
 from .bytes import ways
 from .metrics import ModelCase
 from .models import case_of
 from .processes import Row, mean, new_row, ratio, ratio_text
 from .report import said
 from .setting import Setting
-from .ways import CPU_BF16, prepared
+from .ways import CPU_BF16, low_way, prepared
 
 WARM_UP = 2
 """Steps before the counted one: the first captures, and makes the optimizer's state."""
@@ -45,6 +50,13 @@ optimizer's step. First batches that are large beside the weights, those of the
 [byte counts](bytes.md), then batches of one. At the foot of each table are geometric
 means. "copies" are low copies of weights, whoever made them; what is alive after the
 forward and of no other kind is "saved"."""
+FAKE_NOTE = """
+
+Counted, not run: the step of an H100 on fake CUDA tensors, which have no data, with
+torch's own autograd. The memory inside of kernels (workspaces of products,
+convolutions and attention) is in no column. Each tensor has whole multiples of 512
+bytes, as in torch's allocator for CUDA. AdamW takes all weights at once (`foreach`),
+which is torch's choice on a GPU."""
 
 _TEXT = models.text(1, 32, models.VOCAB)
 SMALL = {
@@ -78,25 +90,31 @@ class Ledger:
                 self.kinds.append("temporaries")
         return results.pop()
 
+    def place(self, tensor: Tensor) -> int:
+        """The key in `alive` of a tensor's memory."""
+        return compat.storage_span(tensor)[0]
+
     def mark(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Gives the memory of `tensors` its kind."""
+        """Gives the memory of `tensors` its kind, as far as it is followed."""
         for tensor in tensors:
-            self.kinds[self.alive[compat.storage_span(tensor)[0]][0]] = kind
+            if (found := self.alive.get(self.place(tensor))) is not None:
+                self.kinds[found[0]] = kind
 
     def mark_saved(
         self, first: int, weights: Sequence[Tensor], low: torch.dtype
     ) -> None:
         """Marks what lives of the allocations from `first` on: copies, or saved."""
-        for address, (block, size) in self.alive.items():
-            if block < first:
-                continue
-            self.kinds[block] = "saved"
-            for weight in weights:
-                if weight.dtype != low and weight.numel() * low.itemsize == size:
-                    memory = (ctypes.c_char * size).from_address(address)
-                    flat = weight.detach().as_strided((weight.numel(),), (1,))
-                    if torch.equal(torch.frombuffer(memory, dtype=low), flat.to(low)):
-                        self.kinds[block] = "copies"
+        for place, (block, size) in self.alive.items():
+            if block >= first:
+                copies = any(self._is_copy(place, size, w, low) for w in weights)
+                self.kinds[block] = "copies" if copies else "saved"
+
+    def _is_copy(self, place: int, size: int, weight: Tensor, low: torch.dtype) -> bool:
+        if weight.dtype == low or weight.numel() * low.itemsize != size:
+            return False
+        memory = (ctypes.c_char * size).from_address(place)
+        flat = weight.detach().as_strided((weight.numel(),), (1,))
+        return torch.equal(torch.frombuffer(memory, dtype=low), flat.to(low))
 
     def states(self) -> list[Counter[str]]:
         """The bytes alive after each event, by kind."""
@@ -108,14 +126,88 @@ class Ledger:
         return states
 
 
+@dataclass
+class FakeLedger(Ledger):
+    """The storages that ops make of fake tensors, each until nothing holds it.
+
+    Attributes:
+        device: the type of the device whose memory is followed.
+        watched: each storage alive, with a call for its end.
+        casts: the blocks that weights were written to in another dtype.
+    """
+
+    device: str = "cuda"
+    watched: dict[int, weakref.ref[Any]] = field(default_factory=dict)
+    casts: set[int] = field(default_factory=set)
+
+    def run(self, call: Callable[[], _T]) -> _T:
+        with fake_gpu.Made(self._see):
+            return call()
+
+    def place(self, tensor: Tensor) -> int:
+        return compat.storage_id(tensor)
+
+    def _see(self, func: Any, args: Any, result: Any) -> None:
+        for each in pytree.tree_leaves(result):
+            if isinstance(each, Tensor) and each.device.type == self.device:
+                self._begin(each)
+        pairs = _COPIES.get(func.overloadpacket.__name__, lambda *_: ())
+        for target, source in pairs(args, result):
+            found = self.alive.get(self.place(source))
+            is_weight = found is not None and self.kinds[found[0]] == "weights"
+            if is_weight and target.dtype != source.dtype:
+                self.casts.add(self.alive[self.place(target)][0])
+
+    def _begin(self, tensor: Tensor) -> None:
+        place = self.place(tensor)
+        if place not in self.alive:
+            storage = tensor.untyped_storage()
+            grain = fake_gpu.GRAIN if self.device == "cuda" else 1
+            size = -(-storage.nbytes() // grain) * grain
+            self.watched[place] = weakref.ref(storage, partial(self._end, place))
+            self.alive[place] = len(self.kinds), size
+            self.moves.append(self.alive[place])
+            self.kinds.append("temporaries")
+
+    def _is_copy(self, place: int, *_: Any) -> bool:
+        return self.alive[place][0] in self.casts
+
+    def _end(self, place: int, _: Any) -> None:
+        del self.watched[place]
+        block, size = self.alive.pop(place)
+        self.moves.append((block, -size))
+
+
+_COPIES: dict[str, Callable[[Any, Any], Iterable[Sequence[Tensor]]]] = {
+    "_to_copy": lambda args, result: [(result, args[0])],
+    "copy_": lambda args, _: [args[:2]],
+    "_foreach_copy_": lambda args, _: zip(*args[:2], strict=True),
+}
+"""Ops that copy, by name: the pairs of a target and its source."""
+
+
 def count_step(
     case: ModelCase, way: str, setting: Setting = CPU_BF16
 ) -> dict[str, Counter[str]]:
     """The bytes alive at each of the `MOMENTS`, by kind."""
-    ledger, held = Ledger(), []
+    if not setting.fake:
+        return _count_step(Ledger(), case, way, setting)
+    dtype = setting.low if way == low_way(setting) else torch.float32
+    mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
+    fake = fake_gpu.on_fakes(case, setting.device, dtype, mode)
+    with fake_gpu.region(mode):
+        return _count_step(FakeLedger(device=setting.device), fake, way, setting)
+
+
+def _count_step(
+    ledger: Ledger, case: ModelCase, way: str, setting: Setting
+) -> dict[str, Counter[str]]:
+    held: list[Any] = []
     ready = ledger.run(partial(prepared, case, way, setting))
     weights = [*ready.model.parameters()]
-    optimizer = torch.optim.AdamW(weights, lr=1e-6)
+    # On a GPU that is torch's own choice, for other tensors than fake ones.
+    foreach = setting.device == "cuda" or None
+    optimizer = torch.optim.AdamW(weights, lr=1e-6, foreach=foreach)
     parts: tuple[Callable[[], Any], ...] = (
         lambda: held.append(ready.forward()),
         lambda: held.append(case.loss(held.pop())),
@@ -130,6 +222,7 @@ def count_step(
             "copies",
             [c.kept for w in weights for c in copies_of(w) if c.kept is not None],
         )
+        gc.collect()  # a capture leaves cycles
         first, ends = len(ledger.kinds), [len(ledger.moves)]
         for part in parts:
             ledger.run(part)
@@ -179,7 +272,8 @@ def text(rows: Sequence[Row], setting: Setting, machine: str) -> str:
         found = [row for row in rows if row["name"].endswith(ONE) == is_one]
         if found:
             tables += [_ratios(found, ways(setting)), _kinds(found)]
-    return processes.page(rows, machine, NOTE, *tables)
+    note = NOTE + FAKE_NOTE if setting.fake else NOTE
+    return processes.page(rows, machine, note, *tables)
 
 
 def _ratios(rows: Sequence[Row], ways: Sequence[str]) -> str:
@@ -221,7 +315,7 @@ def names(_: Setting) -> list[str]:
     return [*SMALL, *(name + ONE for name in SMALL)]
 
 
-TABLE = processes.ModelTable("memory", names, measured, text, _brief)
+TABLE = processes.ModelTable("memory", names, measured, text, _brief, fake=True)
 
 if __name__ == "__main__":
     raise SystemExit(TABLE.main())

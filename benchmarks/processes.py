@@ -100,6 +100,7 @@ class ModelTable:
         measured: measures one model in a setting, in this process.
         text: the page of rows that were measured in a setting, on a machine.
         brief: a row in one line, for the terminal.
+        fake: whether it measures no GPU, but fake tensors of one, on any machine.
     """
 
     name: str
@@ -107,10 +108,12 @@ class ModelTable:
     measured: Callable[[str, Setting], Row]
     text: Callable[[Sequence[Row], Setting, str], str]
     brief: Callable[[Row], str]
+    fake: bool = False
 
     def write(self, rows: Sequence[Row], folder: Path, setting: Setting) -> str:
         """Writes the page and its rows to `folder`; returns the page."""
-        machine, stem = capability(setting.device), folder / setting.stem(self.name)
+        machine = capability("cpu" if setting.fake else setting.device)
+        stem = folder / setting.stem(self.name)
         text = self.text(rows, setting, machine)
         report.write(stem, text, {"capability": machine, "models": list(rows)})
         return text
@@ -155,7 +158,7 @@ class ModelTable:
             "--limit", type=float, default=LIMIT_S, help="seconds a model"
         )
         given = parser.parse_args(arguments)
-        setting = setting_of(parser, given)
+        setting = setting_of(parser, given, fake=self.fake)
         if given.one:
             print(json.dumps(self.measured(given.one, setting)))
             return 0

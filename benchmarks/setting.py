@@ -19,11 +19,15 @@ _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_
 
 @dataclass(frozen=True)
 class Setting:
-    """The device, the compute dtype, and whether sizes and rounds are small."""
+    """The device, the compute dtype, and whether sizes and rounds are small.
+
+    With `fake` the GPU is one that is not there (`benchmarks/fake_gpu.py`).
+    """
 
     device: str = "cpu"
     precision: str = "bf16"
     quick: bool = False
+    fake: bool = False
 
     @property
     def low(self) -> torch.dtype:
@@ -47,7 +51,9 @@ class Setting:
         parts = [base]
         if precise and self != Setting(quick=self.quick):
             parts.append(self.precision)
-        if self.device != "cpu":
+        if self.fake:
+            parts.append("fake-cuda")
+        elif self.device != "cpu":
             name = torch.cuda.get_device_properties(self.device).name
             parts.append(re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-"))
         return "-".join([*parts, *["quick"] * self.quick])
@@ -65,11 +71,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")
 
 
-def setting_of(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Setting:
-    """The setting that was asked for; exits with 2 where there is no such GPU."""
-    if not usable(given.device):
+def setting_of(
+    parser: argparse.ArgumentParser, given: argparse.Namespace, *, fake: bool = False
+) -> Setting:
+    """The setting that was asked for; exits with 2 where there is no such GPU.
+
+    Args:
+        fake: whether a GPU need not be there.
+    """
+    fake = fake and given.device != "cpu"
+    if not (fake or usable(given.device)):
         parser.error(NO_GPU)
-    return Setting(given.device, given.precision, given.quick)
+    return Setting(given.device, given.precision, given.quick, fake)
 
 
 def usable(device: str) -> bool:

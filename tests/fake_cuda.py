@@ -64,14 +64,16 @@ def nothing_to_flatten() -> Iterator[None]:
         yield
 
 
-def on_cuda(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A fake tensor on a GPU that looks like `tensor`."""
+def on_cuda(tensor: Tensor, mode: FakeTensorMode, device: str = "cuda") -> Tensor:
+    """A fake tensor on a GPU, or another device, that looks like `tensor`."""
     with mode:
-        fake = mode.from_tensor(tensor.detach()).to("cuda")
+        fake = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+        )
     return fake.requires_grad_(tensor.requires_grad)
 
 
-def moved(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+def moved(model: nn.Module, mode: FakeTensorMode, device: str = "cuda") -> nn.Module:
     """`model` itself, its parameters and buffers fake tensors on a GPU.
 
     Those that share one tensor go on doing so.
@@ -81,12 +83,12 @@ def moved(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 if parameter not in made:
-                    fake = on_cuda(parameter, mode)
+                    fake = on_cuda(parameter, mode, device)
                     made[parameter] = nn.Parameter(fake, parameter.requires_grad)
                 module._parameters[name] = made[parameter]
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                made.setdefault(buffer, on_cuda(buffer, mode))
+                made.setdefault(buffer, on_cuda(buffer, mode, device))
                 module._buffers[name] = made[buffer]
     return model
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
+import torch
 from torch import nn
 
 from benchmarks.memory import count_step
+from benchmarks.setting import Setting
 from tests.models.case import Case, distance, normal
 
 SIZE, ROWS = 300, 10
@@ -46,3 +52,57 @@ def test_each_kind_is_counted(way: str, weights: int, in_graph: int) -> None:
     totals = [found.total() for found in moments.values()]
     assert moments["peak"].total() == max(totals)
     assert moments["step"].total() > moments["end"].total()
+
+
+CONVOLUTIONS = Case(
+    "convolutions",
+    lambda: nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, bias=False), nn.GELU(), nn.Conv2d(8, 8, 3), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(1152, 30)),
+    ),
+    normal(4, 3, 16, 16),
+    distance,
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [
+        *((CASE, way) for way in ("fp32", "autocast", "autoamp", "bfloat16")),
+        *((CONVOLUTIONS, way) for way in ("autocast", "autoamp")),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_fake_tensors_have_the_memory_of_true_ones(case: Case, way: str) -> None:
+    found = count_step(case, way, Setting(fake=True))
+    for moment, kinds in count_step(case, way).items():
+        if moment in ("before", "forward", "loss", "end"):
+            assert found[moment] == kinds, moment
+        # The temporaries inside of kernels are not seen.
+        assert found[moment].total() <= kinds.total()
+
+
+ON_A_GPU = """
+import json, sys
+from benchmarks.memory import count_step
+from benchmarks.setting import Setting
+from tests.tools.test_memory import CASE
+print(json.dumps(count_step(CASE, sys.argv[1], Setting("cuda", fake=True))))
+"""
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch has a true CUDA")
+@pytest.mark.parametrize("way", ["autocast", "autoamp"])
+def test_each_kind_is_counted_on_a_gpu_that_is_not_there(way: str) -> None:
+    # In a process of its own, whose torch takes that GPU for a true one.
+    command = [sys.executable, "-c", ON_A_GPU, way]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    moments = json.loads(done.stdout.splitlines()[-1])
+    weights = 2 * -(-WEIGHT // 512) * 512
+    for found in moments.values():
+        assert found["weights"] == weights
+        assert found["state"] == 2 * weights  # the numbers of steps are on the CPU
+    assert moments["loss"]["copies"] == -(-WEIGHT // 2 // 512) * 512
+    assert moments["end"]["gradients"] == moments["step"]["gradients"] == weights
+    # `foreach`: the square roots of all second moments are there at once.
+    assert moments["step"]["temporaries"] >= weights
