@@ -54,6 +54,7 @@ H100 = "nvidia-h100-80gb-hbm3"
 PAGES_OF_MODELS = {
     "compiled": ("compiled", Setting()),
     "memory": ("memory", Setting()),
+    "memory-bf16-fake-cuda": ("memory", Setting("cuda", fake=True)),
     "prediction": ("prediction", Setting()),
     "training": ("training", Setting()),
     f"training-bf16-{H100}": ("training", Setting("cuda")),
