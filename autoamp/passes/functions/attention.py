@@ -17,10 +17,10 @@ the kernel stands for:
 - In 16 bits, it sums gradients of keys and values over blocks of queries in 16 bits.
 
 The backward here makes the weights by a softmax, and their average of themselves.
-Scores, weights and their gradients are fp32.  Where a CPU multiplies bf16, scores are
-sums of two products in bf16 (`_in_fp32`), and the three products that make gradients
-read weights and gradients of scores in bf16, as torch's kernel does; each of their
-results is rounded once.  It works on some heads and some queries at a time.
+Scores, weights and their gradients are fp32, from products in fp32.  Where a CPU
+multiplies bf16, the three products that make gradients read weights and gradients of
+scores in bf16, as torch's kernel does; each of their results is rounded once.  It works
+on some heads and some queries at a time.
 """
 
 from __future__ import annotations
@@ -278,9 +278,8 @@ _ROOM = 3 * 2**18
 Fewer would stay in the caches nearest to a core, but each part starts twenty kernels.
 Chosen by timing on one CPU (AMD Zen 5)."""
 
-_PAIRS = frozenset({torch.bfloat16})
-"""Low dtypes in which two numbers hold 16 digits of a third: fp16 has no range for the
-second."""
+_OPERANDS = frozenset({torch.bfloat16})
+"""Low dtypes to which operands may be rounded: fp16 has no range for small ones."""
 
 _FEW_KEYS = 32
 """Fewer keys than these are products too small for the units of a CPU."""
@@ -316,16 +315,15 @@ def _backward(  # noqa: PLR0917 - as its schema
     steps = steps_of(tensors, kinds, numbers)
     of_query, of_key, of_value = map(torch.empty_like, operands)
     # Models hand in heads that lie apart: they are moved once, and not for each part.
-    grad, query, key, value = (t.contiguous() for t in (grad, *operands))
+    given = [t.contiguous() for t in (grad, *operands)]
     held = _Held(query.dtype, key.shape[2])
     sums: _Sums | None = None
-    for part in _parts(query, key, value, steps, held):
-        slopes = part.rows_of(grad)
+    for part in _parts(given, steps, held):
         weights = part.weights(held, safe=safe)
         # The average is of these weights themselves, not of the result rounded to 16
         # bits, whose error all scores of a query would share.
         found = compat.softmax_gradient(
-            _in_fp32(slopes, part.value.mT, held),
+            _product(part.grad, part.value.mT, out=held.scores(weights.shape)),
             weights,
             held.new("found", weights.shape, HIGH_DTYPE),
         )
@@ -337,12 +335,11 @@ def _backward(  # noqa: PLR0917 - as its schema
                 continue
             # All rows of these heads are there, so that each sum is rounded once.
             part = part.with_all_rows()  # noqa: PLW2901
-            slopes = part.rows_of(grad)
         _put(part.of(of_query), _product(found, part.key, part.scale))
         # Rows of keys are few and those of scores are many: a product with the scores
         # on its right has no scores to transpose.
-        more = _product(part.query.mT, found, part.scale), _product(slopes.mT, weights)
-        sums = _added(sums, *more)
+        of_keys = _product(part.query.mT, found, part.scale)
+        sums = _added(sums, of_keys, _product(part.grad.mT, weights))
         if part.first == 0:
             _put(of_key[part.heads], sums[0].mT)
             _put(of_value[part.heads], sums[1].mT)
@@ -380,7 +377,7 @@ class _Held:
 
     def __init__(self, given: torch.dtype, keys: int) -> None:
         is_low = (
-            given in _PAIRS
+            given in _OPERANDS
             and given in compat.cpu_low_precision_units()
             and keys >= _FEW_KEYS
         )
@@ -403,6 +400,16 @@ class _Held:
                 self._shaped = {k: v for k, v in self._shaped.items() if k[0] != name}
             self._shaped[name, shape] = flat[:size].view(shape)
         return self._shaped[name, shape]
+
+    def scores(self, shape: Sequence[int]) -> Tensor:
+        """The memory of scores, and then of the gradients of their weights."""
+        return self.new("scores", shape, HIGH_DTYPE)
+
+    def wide(self, rows: Tensor, name: str) -> Tensor:
+        """Rows in fp32."""
+        if rows.dtype == HIGH_DTYPE:
+            return rows
+        return self.new(name, rows.shape, HIGH_DTYPE).copy_(rows)
 
     def kept(self, scores: Tensor, part: _Part, name: str) -> Tensor:
         """Scores as operands of products, beside those of the other rows of the heads.
@@ -427,20 +434,22 @@ class _Part:
         heads: the batches and heads.
         several: how many batches and heads that are.
         first, last: the numbers of the first query and of the one after the last.
-        all_rows, all_keys: query and key of these heads, whole.
+        all_rows: gradient of the result, query and key of these heads, whole, in the
+            dtype of operands.
         scale: the factor of the scores.
-        query: (batches and heads, queries, width), in the dtype of operands.
-        key, value: (batches and heads, keys, width), of the keys that any query sees.
+        grad, query: (batches and heads, queries, width), in fp32.
+        key, value: (batches and heads, keys, width), of the keys that any query sees,
+            in fp32.
         steps: the other steps of these scores.
     """
 
     heads: tuple[slice, slice]
-    several: tuple[int, int]
+    several: Sequence[int]
     first: int
     last: int
-    all_rows: Tensor
-    all_keys: Tensor
+    all_rows: Sequence[Tensor]
     scale: float
+    grad: Tensor
     query: Tensor
     key: Tensor
     value: Tensor
@@ -449,20 +458,18 @@ class _Part:
     @property
     def scores_of_heads(self) -> tuple[int, int]:
         """How many queries and keys the heads have."""
-        return self.all_rows.shape[1], self.all_keys.shape[1]
+        _, query, key = self.all_rows
+        return query.shape[1], key.shape[1]
 
     def with_all_rows(self) -> _Part:
-        """All queries of these heads, which see all keys; values and steps stay."""
-        last = self.all_rows.shape[1]
-        return replace(self, first=0, last=last, query=self.all_rows, key=self.all_keys)
+        """All queries and keys of these heads as operands; values and steps stay."""
+        grad, query, key = self.all_rows
+        last = query.shape[1]
+        return replace(self, first=0, last=last, grad=grad, query=query, key=key)
 
     def of(self, whole: Tensor) -> Tensor:
         """The part of a tensor that has a row for each query, in four dimensions."""
         return whole[(*self.heads, slice(self.first, self.last))]
-
-    def rows_of(self, whole: Tensor) -> Tensor:
-        """As `of`, as an operand of products."""
-        return _laid_out(self.of(whole), self.query.dtype)
 
     def scores(self, flat: Tensor) -> Tensor:
         """Scores in four dimensions."""
@@ -470,8 +477,10 @@ class _Part:
 
     def weights(self, held: _Held, *, safe: bool = False) -> Tensor:
         """The weights in fp32, (batches and heads, queries, keys)."""
-        limit = _LARGE
-        scores = _in_fp32(self.query, self.key.mT, held, self.scale, limit)
+        shape = *self.query.shape[:2], self.key.shape[1]
+        # Two products in bf16, the second of which gives what the first has rounded
+        # away, would take six more passes over the scores.
+        scores = _product(self.query, self.key.mT, self.scale, held.scores(shape))
         stepped(self.scores(scores), self.steps, self.first, in_place=True)
         if safe:
             return compat.safe_softmax(scores)
@@ -493,47 +502,18 @@ def _product(
     return torch.baddbmm(out, a, b, beta=0, alpha=scale, out=out)
 
 
-_LARGE = 64.0
-"""Scores from which on 16 digits are not enough.
-
-`_in_fp32` is off by 2 ** -17 of a score, so that weights are off by 2 ** -11 here, a
-quarter of what it takes to round a weight to bf16."""
-
-
-def _in_fp32(
-    a: Tensor, b: Tensor, held: _Held, scale: float = 1.0, limit: float = math.inf
-) -> Tensor:
-    """`scale * a @ b` in fp32, for operands in fp32 or bf16.
-
-    On CPUs a product of bf16 operands gives bf16.  A second one gives what the rounding
-    of the first has lost, since the kernels add to a result in fp32 and round then.
-    The two hold 16 digits of 24.
-
-    Args:
-        held: has the memory of the result, until the next call.
-        limit: a number larger than this in the result has the product computed in fp32.
-    """
-    shape = *a.shape[:2], b.shape[2]
-    whole = held.new("whole", shape, HIGH_DTYPE)
-    if a.dtype == HIGH_DTYPE:
-        return _product(a, b, scale, whole)
-    high = _product(a, b, scale, held.new("high", shape, a.dtype))
-    if limit < math.inf and not float(high.abs().max()) <= limit:
-        return _product(a.to(HIGH_DTYPE), b.to(HIGH_DTYPE), scale, whole)
-    whole.copy_(high)
-    rest = high.baddbmm_(a, b, beta=-1, alpha=scale)
-    # Added as they are, low numbers would be cast to memory that is new each time.
-    return whole.add_(held.new("found", shape, HIGH_DTYPE).copy_(rest))
-
-
 def _parts(
-    query: Tensor, key: Tensor, value: Tensor, steps: Sequence[Step], held: _Held
+    given: Sequence[Tensor], steps: Sequence[Step], held: _Held
 ) -> Iterator[_Part]:
     """All of an attention, in parts that fit the caches together.
 
     Of each head the part with the last queries comes first.
+
+    Args:
+        given: the gradient of the result, query, key and value.
     """
     scale, steps = leading_scale(steps)
+    _, query, key, _ = given
     queries, keys, width = query.shape[2], key.shape[2], query.shape[3]
     is_causal = hides_later_keys_alone(steps)
     # Causal queries are cut into steps, each of which leaves out the keys after its
@@ -542,23 +522,20 @@ def _parts(
     rows = max(_FEWEST, -(-queries // stairs)) if is_causal else queries
     room = torch.get_num_threads() * _ROOM
     for heads in _some_heads(query, room // (width * (queries + keys) + rows * keys)):
-        own = [t[heads] for t in (query, key, value)]
-        several = (own[0].shape[0], own[0].shape[1])
-        own = [_laid_out(t, held.dtype) for t in own]
-        count = min(rows, max(_FEWEST, room // (keys * own[0].shape[0])))
+        several = query[heads].shape[:2]
+        own = [t[heads].reshape(-1, *t.shape[2:]) for t in given]
+        wide = [held.wide(t, f"wide {n}") for n, t in enumerate(own)]
+        all_rows = (own if held.is_low else wide)[:3]
+        count = min(rows, max(_FEWEST, room // (keys * math.prod(several))))
         for first in reversed(range(0, queries, count)):
             last = min(first + count, queries)
             seen = slice(last if is_causal and last < queries else keys)
             less = [s.part(*heads, slice(first, last), seen) for s in steps]
-            given = own[0][:, first:last], own[1][:, seen], own[2][:, seen]
-            heads_own = own[0], own[1], scale
-            yield _Part(heads, several, first, last, *heads_own, *given, less)
-
-
-def _laid_out(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of several batches and heads in a dtype, in three dimensions."""
-    wide = tensor.to(dtype, memory_format=torch.contiguous_format)
-    return wide.reshape(-1, *tensor.shape[2:])
+            of_grad, of_query = (t[:, first:last] for t in wide[:2])
+            of_key, of_value = (t[:, seen] for t in wide[2:])
+            rows_given = of_grad, of_query, of_key, of_value
+            of_heads = heads, several, first, last, all_rows, scale
+            yield _Part(*of_heads, *rows_given, less)
 
 
 def _some_heads(query: Tensor, count: int) -> Iterator[tuple[slice, slice]]:
