@@ -129,7 +129,9 @@ def convert(
             weights whose masters cost 4 bytes.  "fp32": all masters cost 4 bytes.
             "off": the optimizer updates the half-precision weights themselves.
         placement: "optimal" (least cost), "tensorflow", "promote" or "forced".
-        objective: "time" or "memory".
+        objective: "time", the fastest placement that keeps no more for the backward
+            than autocast's (nor is slower than fp32), or "memory", the fastest of those
+            that keep least.
         backend: "eager", which runs the rewritten graph as it is, "inductor", which
             compiles it, or any Dynamo backend or its name in torch ("aot_eager").
         do_no_harm: whether ops that are predicted to gain nothing stay in fp32.

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from autoamp.passes.decide.mincut import Group, Problem
+from autoamp.passes.decide.mincut import Group, Problem, Share
 
 ROWS, WIDTH = 4, 8
 
@@ -43,6 +43,10 @@ def problems(draw: st.DrawFn, most: int = 9) -> Problem:
         key = (f"g{i}", 0, 0)
         group = Group(key, draw(some), tuple(readers), down, up, made=made)
         groups.append(group)
+    shares = [
+        Share(tuple(members), draw(costs), draw(costs))
+        for members in draw(st.lists(st.sets(some, min_size=1), max_size=3))
+    ]
     pairs = st.lists(st.tuples(some, some), max_size=2)
     few = st.lists(some, max_size=2, unique=True)
     return Problem(
@@ -52,6 +56,7 @@ def problems(draw: st.DrawFn, most: int = 9) -> Problem:
         groups=groups,
         ties=[(a, b, "tied") for a, b in draw(pairs)],
         follows=[(a, b, "follows") for a, b in draw(pairs)],
+        shares=shares,
     )
 
 

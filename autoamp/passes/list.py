@@ -14,9 +14,11 @@ A captured graph goes in, and the graph that is run comes out.
     promotion under `torch.autocast` would leave it in fp32: no value is rounded that
     autocast does not round (`classify`).
  5. Each op has a price in fp32 and in the compute dtype, and each cast has one: the
-    time, or the bytes, that it takes on this device (`price`).
- 6. The placement is the minimum cut between "low" and "fp32": no other placement that
-    the rules allow costs less (`place`).
+    time that it takes on this device.  What autograd keeps of it has one in bytes
+    (`price`).
+ 6. The placement is the minimum cut between "low" and "fp32": of those that the rules
+    allow and that keep no more for the backward than autocast, none takes less time.
+    Where all fp32 takes less, bytes yield to time (`place`).
  7. Casts are inserted where a low value meets an fp32 op or the other way round, one
     for all readers of a value, and what they cost is counted again from the emitted
     graph (`casts`); nodes that do nothing go (`clean up`).
@@ -76,6 +78,7 @@ from autoamp.passes.kernels.table import (
 )
 from autoamp.passes.options import PassOptions
 from autoamp.passes.see.facts import collect_facts
+from autoamp.passes.see.kept_by_calls import kept_by_calls
 from autoamp.passes.speeds.speeds import device_for
 from autoamp.passes.write.bindings import with_bindings
 from autoamp.passes.write.body_inputs import with_low_inputs
@@ -164,9 +167,10 @@ def _calls_once(work: Rewritten) -> Rewritten:
 
 
 def _facts(work: Rewritten) -> Rewritten:
-    """Dtypes, aliases, writes, regions and modules of every node are known."""
+    """Dtypes, aliases, writes, modules and what is kept of every node are known."""
     facts = collect_facts(work.gm, work.low, work.setting.device_type)
-    facts = replace(facts, own_kernels=work.setting.own_kernels)
+    kept = kept_by_calls(work.gm, facts)
+    facts = replace(facts, own_kernels=work.setting.own_kernels, kept=kept)
     return replace(work, facts=facts, before=work.gm)
 
 
@@ -194,7 +198,6 @@ def _price(work: Rewritten) -> Rewritten:
         work.gm,
         work.classified,
         device_of(work),
-        objective=work.options.objective,
         do_no_harm=work.options.do_no_harm,
         free_weights=work.setting.free_weights,
     )
@@ -204,9 +207,9 @@ def _price(work: Rewritten) -> Rewritten:
 
 
 def _place(work: Rewritten) -> Rewritten:
-    """No other placement that the rules allow costs less."""
+    """No legal placement that keeps as little for the backward takes less time."""
     options = work.options
-    found = assign(work.classified, work.prices, options.placement)
+    found = assign(work.classified, work.prices, options.placement, options.objective)
     if work.fused and not found.low:
         # A kernel rounds otherwise than the calls it stands for, and a graph without
         # low ops gives the bits of fp32.
@@ -293,7 +296,7 @@ def _layouts(work: Rewritten) -> Rewritten:
     if _is_eager(work.options):
         weights = [*copies, *folded_in(work.gm)]
         layouts = choose_layouts(
-            work.gm.graph, weights, device_of(work), work.facts.nodes, work.left
+            work.gm.graph, weights, device_of(work), work.facts, work.left
         )
         if layouts is None:
             return work

@@ -24,6 +24,7 @@ from autoamp.passes.decide.assign import (
 )
 from autoamp.passes.decide.devices import Device
 from autoamp.passes.decide.flops import flops_of
+from autoamp.passes.decide.kept_values import kept_bytes
 from autoamp.passes.decide.policies import POLICIES, project
 from autoamp.passes.decide.verdict import CEILING
 from autoamp.passes.graph_record import Rewritten
@@ -427,42 +428,38 @@ class Placement:
 
     Attributes:
         cost: the total that was minimised, rewards included.
-        estimate: the total without rewards: predicted time or bytes.
+        estimate: the total without rewards: the predicted time.
+        kept: the bytes that it keeps for the backward, beside copies of weights.
         allow_in_fp32: number of allow ops that the placement leaves in fp32.
         low: the ops that it places low.
     """
 
     cost: int
     estimate: int
+    kept: int
     allow_in_fp32: int
     low: frozenset[str]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of one graph, in units of 0.1 ns or of bytes.
+    """The costs of one graph, in units of 0.1 ns.
 
     Attributes:
         placements: `OURS`, `ALL_FP32` or another policy's name, to its cost.
         optimal_cost: the least cost of any legal placement.
         reward: the cost added by each allow op left in fp32; 0 with do_no_harm.
-        in_bytes: whether the unit is bytes kept for the backward, not time.
         device: the device from whose figures the prices are computed.
     """
 
     placements: Mapping[str, Placement]
     optimal_cost: int
     reward: int
-    in_bytes: bool
     device: str
 
     @property
     def ours(self) -> Placement:
         return self.placements[OURS]
-
-    @property
-    def unit(self) -> str:
-        return "bytes" if self.in_bytes else "0.1 ns"
 
     @property
     def regret(self) -> dict[str, int]:
@@ -490,9 +487,13 @@ def costs_of(rewritten: Rewritten) -> Costs:
     groups = [replace(group, made=None) for group in problem.groups]
     of_others = replace(problem, groups=groups)
 
+    # A weight is in memory in any case, and costs nothing where it is read in fp32.
+    values = [each for each in prices.kept if each.at_sink]
+
     def placement(cost: int, low: frozenset[str]) -> Placement:
         left = allow_in_fp32(rewritten, low)
-        return Placement(cost, cost - prices.reward * left, left, low)
+        kept = kept_bytes(values, low)
+        return Placement(cost, cost - prices.reward * left, kept, left, low)
 
     placements = {
         OURS: placement(assignment.cost, assignment.low),
@@ -507,7 +508,6 @@ def costs_of(rewritten: Rewritten) -> Costs:
         placements=placements,
         optimal_cost=assignment.optimal_cost,
         reward=prices.reward,
-        in_bytes=prices.in_bytes,
         device=prices.device.name,
     )
 

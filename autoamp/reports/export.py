@@ -129,7 +129,9 @@ def _versions() -> dict[str, str]:
 def _section(section: Section) -> dict[str, Any]:
     costs = section.costs
     placements = {
-        name: {key: vars(p)[key] for key in ("cost", "estimate", "allow_in_fp32")}
+        name: {
+            key: vars(p)[key] for key in ("cost", "estimate", "kept", "allow_in_fp32")
+        }
         for name, p in costs.placements.items()
     }
     return {
@@ -139,7 +141,7 @@ def _section(section: Section) -> dict[str, Any]:
         "compute_dtype": section.low,
         "device": costs.device,
         "exact_casts": section.exact_casts,
-        "unit": costs.unit,
+        "unit": "0.1 ns",
         "optimal_cost": costs.optimal_cost,
         "recounted_cost": costs.ours.cost,  # the check of the casts has counted it
         "reward_per_allow_op": costs.reward,

@@ -7,7 +7,7 @@ figures.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE, NARROWEST, rounding, short_name
-from autoamp.messages import bytes_text, nanoseconds_text, not_captured, op_title
+from autoamp.messages import nanoseconds_text, not_captured, op_title
 from autoamp.passes.decide.cost import (
     TRAINING_FACTOR,
     UNIT_NS,
@@ -31,6 +31,7 @@ from autoamp.passes.decide.flops import flops_of
 from autoamp.passes.decide.policies import POLICIES
 from autoamp.passes.graph_record import Rewritten
 from autoamp.passes.report_rows import (
+    ALL_FP32,
     AUTOCAST,
     OURS,
     CastRow,
@@ -54,15 +55,12 @@ def pays(section: Section) -> bool:
 
 
 def has_times(sections: Sequence[Section]) -> bool:
-    """Whether the prices of all sections are times on a device, and not bytes.
+    """Whether the prices of all sections are times on a device.
 
     Where low precision is slower on the device but `do_no_harm=False` converts all the
-    same, prices belong to no device; under `objective="memory"` they are bytes.
+    same, prices belong to no device.
     """
-    return all(
-        pays(section) and not section.rewritten.assignment.prices.in_bytes
-        for section in sections
-    )
+    return all(map(pays, sections))
 
 
 # -- the predicted time ----------------------------------------------------------------
@@ -317,11 +315,12 @@ def _by_name(figures: Headline | Coverage, *ratios: str) -> dict[str, Any]:
 def headline_of(sections: Sequence[Section], predicted: Prediction | None) -> Headline:
     """The figures of all sections."""
     ops = [row for section in sections for row in section.ops]
-    placed, autocast = (
-        [s.costs.placements[p] for s in sections] for p in (OURS, AUTOCAST)
+    kept_fp32, kept_autocast, kept = (
+        sum(section.costs.placements[name].kept for section in sections)
+        for name in (ALL_FP32, AUTOCAST, OURS)
     )
-    kept_fp32 = _kept(sections, [frozenset()] * len(sections))
-    seconds = sum(each.estimate for each in autocast) * SECONDS
+    estimates = (s.costs.placements[AUTOCAST].estimate for s in sections)
+    seconds = sum(estimates) * SECONDS
     launches = sum(map(_launches, sections)) * SECONDS
     return Headline(
         low_ops=sum(row.is_low for row in ops),
@@ -335,31 +334,9 @@ def headline_of(sections: Sequence[Section], predicted: Prediction | None) -> He
         seconds=predicted.placed if predicted else None,
         seconds_of_launches=launches if predicted else None,
         kept_fp32=kept_fp32,
-        kept_autocast=_kept(sections, [each.low for each in autocast]),
-        kept=_kept(sections, [each.low for each in placed]),
+        kept_autocast=kept_autocast,
+        kept=kept,
     )
-
-
-def _kept(sections: Sequence[Section], low: Iterable[Collection[str]]) -> int:
-    """Bytes of the values that the backward may read if the ops `low` run low.
-
-    A value counts once in each precision in which ops read it, however many do. Weights
-    are in memory in any case, and their copies are counted by themselves.
-    """
-    kept = 0
-    for section, names in zip(sections, low, strict=True):
-        facts = section.rewritten.facts
-        weights = {facts.nodes[weight].storage for weight in facts.weights}
-        sizes: dict[tuple[int, bool], int] = {}
-        for row in section.ops:
-            for operand in facts.nodes[row.name].operands if row.trains else ():
-                value = facts.nodes[operand.value]
-                if value.storage not in weights:
-                    key = value.storage, row.name in names
-                    sizes[key] = max(sizes.get(key, 0), value.numel)
-        itemsizes = HIGH_DTYPE.itemsize, section.rewritten.low.itemsize
-        kept += sum(size * itemsizes[is_low] for (_, is_low), size in sizes.items())
-    return kept
 
 
 def _launches(section: Section) -> int:
@@ -816,9 +793,8 @@ class Document:
     def cost(self) -> int:
         """The cost of the placement over all graphs, in units of 0.1 ns.
 
-        Under `objective="memory"` the unit is bytes.  Under `do_no_harm=False` each
-        allow op that is left in fp32 adds a penalty larger than all other costs
-        together.
+        Under `do_no_harm=False` each allow op that is left in fp32 adds a penalty
+        larger than all other costs together.
         """
         return sum(costs.ours.cost for costs in self.costs)
 
@@ -835,9 +811,7 @@ class Document:
         }
 
 
-def amount(units: int, in_bytes: bool, *, signed: bool = False) -> str:
-    """Prices as text: `1.25 ms`, `+310 ns`, `4.1 kB`."""
+def amount(units: int, *, signed: bool = False) -> str:
+    """Prices as text: `1.25 ms`, `+310 ns`."""
     sign = "-" if units < 0 else "+" if signed else ""
-    size = abs(units)
-    text = bytes_text(size) if in_bytes else nanoseconds_text(size * UNIT_NS)
-    return f"{sign}{text}"
+    return f"{sign}{nanoseconds_text(abs(units) * UNIT_NS)}"

@@ -78,14 +78,12 @@ def gains_of(headline: Headline, low: str) -> tuple[str, list[tuple[str, ...]], 
         rows.append((work, *(seconds_text(seconds or 0.0) for seconds in times)))
     if headline.trains:
         sizes = (headline.kept_fp32, headline.kept_autocast, headline.kept)
-        rows.append(("values the backward may read", *map(bytes_text, sizes)))
+        rows.append(("values kept for the backward", *map(bytes_text, sizes)))
     if headline.speed_up is not None:
         sentence = (
             f"{headline.speed_up:.2f} times as fast as fp32, "
             f"{headline.speed_up_over_autocast:.2f} times as fast as torch.autocast."
         )
-    elif headline.pays:
-        sentence = 'No time is predicted under objective="memory".'
     else:
         forced = advice("do_no_harm", False, by_variables=False)
         sentence = (
@@ -177,13 +175,11 @@ def because_of(report: Document) -> str:
     headline, times = report.headline, report.prediction
     if not headline.float_ops:
         return "No time is predicted, because no float op was captured."
-    if not headline.pays:
+    if not headline.pays or times is None:
         return (
             "No time is predicted, because low precision is no faster than fp32 on "
             "this device."
         )
-    if times is None:
-        return "No time is predicted, because the placement was chosen for memory."
     if not headline.low_ops:
         return (
             "The prediction is that of fp32, because every op stays in fp32: "

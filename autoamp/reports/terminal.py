@@ -375,37 +375,39 @@ def _unlisted(ops: Sequence[OpRow]) -> Iterator[RenderableType]:
 
 
 def _costs(costs: Costs) -> Iterator[RenderableType]:
-    kind = "bytes kept for the backward" if costs.in_bytes else "time"
-    title, placements = f"\nPredicted {kind}", costs.placements
-    if len({(p.cost, p.estimate) for p in placements.values()}) == 1:
-        same = amount(costs.ours.estimate, costs.in_bytes)
+    title, placements = "\nPredicted time", costs.placements
+    if len({(p.cost, p.estimate, p.kept) for p in placements.values()}) == 1:
+        same = amount(costs.ours.estimate)
         yield _heading(title, f": {same} under every policy.")
         yield _line(_certificate(costs))
         return
     prices = f" of ops and casts, forward and backward (prices: {costs.device})"
     yield _heading(title, prices)
     table = plain_table("placement")
-    extra_columns = ["allow ops left in fp32"] if costs.reward else []
-    for column in ("predicted", "against this", *extra_columns):
+    trains = any(each.kept for each in placements.values())
+    columns = ["predicted", "against this"]
+    columns += ["kept for the backward"] * trains
+    columns += ["allow ops left in fp32"] * bool(costs.reward)
+    for column in columns:
         table.add_column(column, justify="right")
     for title, each in costs.titled:
-        extra = amount(each.estimate - costs.ours.estimate, costs.in_bytes, signed=True)
-        against = "" if each is costs.ours else extra
-        cells = [title, amount(each.estimate, costs.in_bytes), against]
+        extra = amount(each.estimate - costs.ours.estimate, signed=True)
+        cells = [title, amount(each.estimate), "" if each is costs.ours else extra]
+        cells += [bytes_text(each.kept)] * trains
         table.add_row(*cells, *[str(each.allow_in_fp32)] * bool(costs.reward))
     yield Padding(table, (0, 0, 0, 2))
     yield _line(_certificate(costs))
 
 
 def _certificate(costs: Costs) -> str:
-    cost, unit = costs.ours.cost, "bytes" if costs.in_bytes else "units of 0.1 ns"
+    cost = costs.ours.cost
     best = "the least of all legal placements (min-cut)"
     if cost != costs.optimal_cost:
         above = cost - costs.optimal_cost
         best = f"{above:,} above the least of all legal placements"
     return (
-        f"Certificate: cost {cost:,} ({unit}) is {best}, and an independent recount "
-        "over the emitted graph gave the same."
+        f"Certificate: cost {cost:,} (units of 0.1 ns) is {best}, and an independent "
+        "recount over the emitted graph gave the same."
     )
 
 
@@ -496,7 +498,7 @@ def _prediction(report: Document) -> Iterator[RenderableType]:
     )
     if headline.trains:
         yield _line(
-            f"Values that the backward may read: {bytes_text(headline.kept)} instead "
+            f"Values kept for the backward: {bytes_text(headline.kept)} instead "
             f"of {bytes_text(headline.kept_fp32)}."
         )
     yield _line(because_of(report))

@@ -9,7 +9,9 @@ from functools import cached_property
 
 from autoamp.errors import OptionError
 from autoamp.messages import advice, bytes_text, counted, shorten
+from autoamp.passes.decide.assign import legal_energy
 from autoamp.passes.decide.ceiling import Root, low_under_autocast, root_of
+from autoamp.passes.decide.kept_values import kept_bytes
 from autoamp.passes.decide.mincut import (
     Network,
     Problem,
@@ -152,8 +154,7 @@ def _op(section: Section, rows: dict[str, OpRow], row: OpRow) -> Iterator[str]:
     if row.source:
         yield f"  source     {shorten(row.source)}"
     if row.name in section.wide:
-        in_bytes = section.rewritten.assignment.prices.in_bytes
-        price = amount(section.wide[row.name], in_bytes, signed=True)
+        price = amount(section.wide[row.name], signed=True)
         yield f"  writes     its fp32 sums, which are read as they are: {price}"
     yield from _listed("  reads      ", _operands(section, rows, row.name))
     yield from _listed("  read by    ", _readers(section, rows, row.name))
@@ -239,9 +240,10 @@ def root_text(section: Section, root: Root) -> str:
 
 
 def _price(section: Section, change: Flip) -> str:
-    in_bytes = section.rewritten.assignment.prices.in_bytes
-    kind = "bytes kept" if in_bytes else "predicted time"
-    text = f"{amount(change.extra, in_bytes, signed=True)} {kind}"
+    text = f"{amount(change.extra, signed=True)} predicted time"
+    if change.more_kept:
+        kept = bytes_text(abs(change.more_kept))
+        text += f", {kept} {'more' if change.more_kept > 0 else 'less'} kept"
     low, more = section.low, change.more_in_fp32
     if more > 0:
         text += (
@@ -287,6 +289,7 @@ class Flip:
 
     Attributes:
         extra: cost above the placement in force, without rewards.
+        more_kept: how many more bytes would be kept for the backward.
         more_in_fp32: how many more allow ops would be in fp32.
         appear, vanish: casts that would be added or removed, as (value, "down" or
             "up"), in graph order.
@@ -294,6 +297,7 @@ class Flip:
     """
 
     extra: int
+    more_kept: int
     more_in_fp32: int
     appear: tuple[tuple[str, str], ...]
     vanish: tuple[tuple[str, str], ...]
@@ -351,7 +355,7 @@ class Flips:
     def __init__(self, rewritten: Rewritten) -> None:
         self._rewritten = rewritten
         assignment = rewritten.assignment
-        self._again = Again(assignment.problem)
+        self._again = Again(assignment.solved)
         self._casts = promised_casts(assignment.problem, assignment.low)
         self._left = allow_in_fp32(rewritten, assignment.low)
 
@@ -369,12 +373,13 @@ class Flips:
                 self._rewritten, held(problem, names, low=low, why="asked for")
             )
         placed = solution.source
-        extra = solution.cost - assignment.cost
+        extra = legal_energy(problem, placed) - assignment.cost
         more_left = allow_in_fp32(self._rewritten, placed) - self._left
         after = promised_casts(problem, placed)
         others = (assignment.low ^ placed).difference(names)
         return Flip(
             extra=extra - prices.reward * more_left,
+            more_kept=kept_bytes(prices.kept, placed) - assignment.kept,
             more_in_fp32=more_left,
             appear=tuple(c for c in after if c not in self._casts),
             vanish=tuple(c for c in self._casts if c not in after),

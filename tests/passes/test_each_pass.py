@@ -42,7 +42,7 @@ def shows(*passes: str, **given: Any) -> Callable[[Any], Any]:
     What is neither is an option of the conversion.
     """
     tensors = {name: each for name, each in given.items() if torch.is_tensor(each)}
-    known = ("scaled", "priced", "on_mesh", "checkpointed")
+    known = ("scaled", "priced", "device", "on_mesh", "checkpointed")
     fields = {n: given.pop(n) for n in known if n in given}
     options = {name: each for name, each in given.items() if name not in tensors}
 
@@ -59,6 +59,8 @@ def weight(*sizes: int) -> nn.Parameter:
     return nn.Parameter(torch.zeros(sizes))
 
 
+DEVICE = Device("test", 2.0, 100.0, 4.0, 16.0, True)
+"""2 bytes/ns, 100 ns for a launch, 4 flops/ns in fp32 and 16 in the low dtype."""
 ROWS, IMAGE, HEADS = torch.zeros(2, 8), torch.zeros(4, 3, 64, 64), (1, 2, 4, 8)
 ONE: dict[str, Any] = {"x": ROWS, "w": weight(8, 8)}
 TWO: dict[str, Any] = {**ONE, "v": weight(8, 8)}
@@ -71,14 +73,14 @@ FP16: dict[str, Any] = {"precision": "fp16", "scaled": True}
 @shows("for compilers", **ONE, **FP16, backend="inductor")
 @shows("edge", **ONE, **FP16)
 @shows("facts", "classify", "casts", "hoist", **ONE)
-@shows("price", "place", **ONE, objective="memory")
+@shows("price", "place", **ONE, device=DEVICE)
 def layer(x: Tensor, w: Tensor) -> Tensor:
     """A weight and what it is multiplied by are read low; results are fp32."""
     return F.linear(x, w)
 
 
 @shows("classify", "casts", **TWO)
-@shows("price", "place", **TWO, objective="memory")
+@shows("price", "place", **TWO, device=DEVICE)
 @shows("together", **TWO, **FP16)
 def sum_of_layers(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     """One cast of a value serves all its readers."""
@@ -233,7 +235,7 @@ def gaps_returned(x: Tensor, w: Tensor) -> Tensor:
 
 @shows("casts", **ONE, allow=["add"])
 @shows("classify", "casts", **ONE)
-@shows("price", "place", **ONE, objective="memory")
+@shows("price", "place", **ONE, device=DEVICE)
 def residual(x: Tensor, w: Tensor) -> Tensor:
     """The sums of a residual stream stay fp32, and the branches are low."""
     for _ in range(2):

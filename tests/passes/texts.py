@@ -60,6 +60,7 @@ class Example:
         given: the inputs of the program, by their names.
         scaled: whether gradients are scaled at the edge of the graph.
         priced: whether casts of weights have a price, as for a graph that stands alone.
+        device: the device of the prices; by default the graph's own.
         on_mesh: how inputs that are DTensors lie on a mesh of one rank.
         checkpointed: whether the program runs in a checkpoint.
         options: the options of a conversion that are not the usual ones.
@@ -69,6 +70,7 @@ class Example:
     given: Mapping[str, Tensor]
     scaled: bool = False
     priced: bool = False
+    device: Device | None = None
     on_mesh: Mapping[str, Any] = field(default_factory=dict)
     checkpointed: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -85,6 +87,8 @@ def document(shown: Pass, examples: list[Example]) -> str:
         told += ["loss_scale"] * example.scaled + [
             "casts have a price"
         ] * example.priced
+        if example.device is not None:
+            told.append(f"prices of a {example.device.name} device")
         told += [f"{name} on a mesh" for name in example.on_mesh]
         told += ["checkpointed"] * example.checkpointed
         title = " ".join(filter(None, (example.program.__name__, *told)))
@@ -145,12 +149,15 @@ def _found(before: Rewritten, after: Rewritten) -> Iterator[str]:
         for kind in ("down", "up"):
             for name, price in getattr(after.prices, kind).items():
                 yield f"a cast {kind} of {name}: {price}"
+        for each in after.prices.kept:
+            sizes = f"{each.at_sink} bytes in fp32, {each.at_source} low"
+            yield f"kept by {' and '.join(each.members)}: {sizes}"
     if after.assignment is not before.assignment:
         for name, decision in after.assignment.decisions.items():
             where = "low" if decision.low else "fp32"
             yield f"{name}: {where}: {decision.choice or decision.reason}"
-        if after.prices.in_bytes:
-            yield f"in all: {after.assignment.cost}"
+        yield f"time: {after.assignment.cost}"
+        yield f"kept: {after.assignment.kept} bytes"
     if after.casts != before.casts:
         yield "casts:"
         for c in after.casts:
@@ -188,6 +195,7 @@ def _captured(example: Example) -> Rewritten:
         free_weights=not example.priced,
         own_kernels=options.backend == "eager",
         scaled=example.scaled,
+        device=example.device,
     )
     if example.on_mesh:
         gm = fx.symbolic_trace(example.program)

@@ -6,16 +6,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoamp.errors import PlacementError
+from autoamp.passes.decide.ceiling import low_under_autocast
 from autoamp.passes.decide.cost import Prices
+from autoamp.passes.decide.kept_values import kept_bytes
+from autoamp.passes.decide.memory import weighed, within
 from autoamp.passes.decide.mincut import Problem, energy
 from autoamp.passes.decide.policies import POLICIES, project
-from autoamp.passes.decide.problem import build_problem, least_cost, returned_and_used
+from autoamp.passes.decide.problem import (
+    build_problem,
+    least_cost,
+    returned_and_used,
+)
 from autoamp.passes.decide.verdict import AUTHOR, Classified, Verdict
 from autoamp.passes.rules import Category
 
 COSTS_CASTS = "going low would cost more casts than it saves"
 GAINS_NOTHING = "predicted to gain nothing here"
 """Why an op that may be low is fp32: for its neighbours' sake, or for its own."""
+
+KEEPS_LESS = "so placed that less is kept for the backward"
+"""Why an op is not as in the fastest placement."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +63,14 @@ class Assignment:
         decisions: node to decision, in graph order.
         low: the nodes that compute in the low dtype.
         cost: the total of ops and casts under `prices`, which a recount over the
-            emitted graph must equal; for the optimal placement, the min-cut's value.
-        optimal_cost: the least total of any legal placement.
+            emitted graph must equal.
+        optimal_cost: the least total of any legal placement; the optimal one may cost
+            more, to keep fewer bytes for the backward.
         all_high_cost: the total with everything in fp32.
         returned_inside: values both returned and used inside, whose inner readers must
             hang on the returned tensor.
         problem, prices: the inputs of the decisions.
+        solved: `problem`, with the price on bytes that the optimal placement pays.
     """
 
     decisions: Mapping[str, Decision]
@@ -68,7 +80,13 @@ class Assignment:
     all_high_cost: int
     returned_inside: frozenset[str]
     problem: Problem
+    solved: Problem
     prices: Prices
+
+    @property
+    def kept(self) -> int:
+        """The bytes kept for the backward."""
+        return kept_bytes(self.prices.kept, self.low)
 
     @property
     def pinned(self) -> Mapping[str, str]:
@@ -80,25 +98,40 @@ def assign(
     classified: Classified,
     prices: Prices,
     placement: str,
+    objective: str = "time",
 ) -> Assignment:
     """The assignment of the chosen `placement` for one graph.
+
+    Args:
+        objective: "time", or "memory" for the placement that keeps the fewest bytes for
+            the backward, and of several the fastest.
 
     Raises:
         PlacementError: the constraints contradict each other.
     """
     problem = build_problem(classified, prices, as_asked=placement != "optimal")
     # Solved for any placement: reports tell what it costs above the least.
-    low, optimal_cost = least_cost(problem)
+    fastest, optimal_cost = least_cost(problem)
+    all_high_cost = legal_energy(problem, frozenset())
+    solved, low = problem, fastest
     if placement != "optimal":
-        low = project(problem, POLICIES[placement](classified))
+        low = fastest = project(problem, POLICIES[placement](classified))
+    elif prices.kept:
+        if objective == "memory":
+            solved = weighed(problem, prices.kept, prices.byte)
+        else:
+            limit = kept_bytes(prices.kept, low_under_autocast(classified))
+            solved = within(problem, prices.kept, limit, all_high_cost, prices.byte)
+        low, _ = least_cost(solved)
     return Assignment(
-        decisions=_decisions(classified, low, problem, prices.reward > 0),
+        decisions=_decisions(classified, low, fastest, problem, prices.reward > 0),
         low=low,
         cost=legal_energy(problem, low),
         optimal_cost=optimal_cost,
-        all_high_cost=legal_energy(problem, frozenset()),
+        all_high_cost=all_high_cost,
         returned_inside=returned_and_used(classified),
         problem=problem,
+        solved=solved,
         prices=prices,
     )
 
@@ -122,6 +155,7 @@ def legal_energy(problem: Problem, low: frozenset[str]) -> int:
 def _decisions(
     classified: Classified,
     low: frozenset[str],
+    fastest: frozenset[str],
     problem: Problem,
     rewarded: bool,
 ) -> dict[str, Decision]:
@@ -137,7 +171,9 @@ def _decisions(
             # The problem pins nodes that no verdict pins: makers of returned tensors
             # that share memory.
             reason=verdict.reason if verdict.pinned else pins.get(name, verdict.reason),
-            choice=_choice(verdict, name in low, name in pins, rewarded),
+            choice=KEEPS_LESS
+            if (name in low) != (name in fastest)
+            else _choice(verdict, name in low, name in pins, rewarded),
             origin=verdict.origin,
             module=fact.module,
             source=fact.source,

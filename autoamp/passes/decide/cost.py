@@ -22,6 +22,8 @@ from autoamp.dtypes import HIGH_DTYPE
 from autoamp.errors import PassError
 from autoamp.passes.decide.devices import NEUTRAL, Device
 from autoamp.passes.decide.flops import flops_of
+from autoamp.passes.decide.kept_values import kept_values
+from autoamp.passes.decide.mincut import Share
 from autoamp.passes.decide.sums import PYTHON_NS, keeps_sums
 from autoamp.passes.decide.verdict import GAVE_UP, Classified, Verdict
 from autoamp.passes.rules import family
@@ -55,17 +57,19 @@ class Prices:
         wide: value to the cost of having its product write it in fp32, for low products
             that can; it stands in the place of a cast up for all readers.
         reward: the amount added to the fp32 cost of every allow op, 0 with do_no_harm.
-        in_bytes: whether prices count bytes kept for the backward instead of time.
         device: the roofline behind the prices.
+        byte: the price of a byte that outweighs all ops and casts together.
+        kept: the bytes that are kept for the backward, value by value.
     """
 
     ops: Mapping[str, tuple[int, int]]
     down: Mapping[str, int]
     up: Mapping[str, int]
     reward: int
-    in_bytes: bool
     device: Device
+    byte: int
     wide: Mapping[str, int] = field(default_factory=dict)
+    kept: tuple[Share, ...] = ()
 
 
 def price_graph(
@@ -73,14 +77,12 @@ def price_graph(
     classified: Classified,
     device: Device,
     *,
-    objective: str,
     do_no_harm: bool,
     free_weights: bool,
 ) -> Prices:
     """Prices every op and every possible cast of a graph.
 
     Args:
-        objective: "time", or "memory" for bytes kept for the backward.
         do_no_harm: False adds `reward` to the fp32 cost of every allow op, more than
             all other prices of the graph together, so that the op is low wherever that
             is legal.
@@ -91,7 +93,7 @@ def price_graph(
     if not do_no_harm and not device.pays:
         device = NEUTRAL
     facts, verdicts = classified.facts, classified.verdicts
-    model = _Model(device, objective, low_itemsize)
+    model = _Model(device, low_itemsize)
     nodes = {n.name: n for n in gm.graph.nodes}
     ops = {n: model.priced(nodes[n], facts.nodes[n], v) for n, v in verdicts.items()}
     for name, verdict in verdicts.items():
@@ -112,10 +114,13 @@ def price_graph(
     if free_weights:
         # One copy serves until the optimizer's next step.
         down.update(dict.fromkeys(facts.weights & casts.keys(), 0))
+    kept = kept_values(gm, classified, low_itemsize)
+    # Twice, since a value may be cast both ways.
+    byte = 1 + sum(a + b for a, b in ops.values()) + 2 * sum(casts.values())
     reward = 0
     if not do_no_harm:
-        # Twice, since a value may be cast both ways: no saving outweighs one allow op.
-        reward = 1 + sum(a + b for a, b in ops.values()) + 2 * sum(casts.values())
+        # No saving of time or bytes outweighs one allow op.
+        reward = byte * (1 + sum(each.at_source + each.at_sink for each in kept))
         for name in filter(classified.is_allowed, verdicts):
             high, low = ops[name]
             ops[name] = (high + reward, low)
@@ -124,7 +129,7 @@ def price_graph(
         for f in values
         if keeps_sums(nodes[f.name], here, grad=f.requires_grad)
     }
-    return Prices(ops, down, casts, reward, model.by_memory, device, wide)
+    return Prices(ops, down, casts, reward, device, byte, wide, kept)
 
 
 def as_authors_ask(prices: Prices, classified: Classified) -> Prices:
@@ -151,9 +156,8 @@ def as_authors_ask(prices: Prices, classified: Classified) -> Prices:
 
 
 class _Model:
-    def __init__(self, device: Device, objective: str, low_itemsize: int) -> None:
+    def __init__(self, device: Device, low_itemsize: int) -> None:
         self.device = device
-        self.by_memory = objective == "memory"
         self.high, self.low = HIGH_DTYPE.itemsize, low_itemsize
 
     def priced(
@@ -168,9 +172,6 @@ class _Model:
             raise PassError.at(node.name, error) from error
 
     def op(self, node: fx.Node, fact: NodeFacts) -> tuple[int, int]:
-        if self.by_memory:
-            read = fact.read_numel if fact.requires_grad else 0
-            return self.high * read, self.low * read
         flops = _numbers_of(node, fact)
         high, low = (
             self._units(_parts(node, fact, size, self.device, flops).nanoseconds)
@@ -179,17 +180,11 @@ class _Model:
         return high, low
 
     def cast(self, fact: NodeFacts) -> int:
-        if self.by_memory:
-            # 1 at least: of placements that keep equally many bytes, the one with fewer
-            # casts.
-            return 1 + (self.low * fact.numel if fact.requires_grad else 0)
         # The backward of a cast casts the gradient the other way.
         return self._units(self._cast_ns(fact) * (2 if fact.requires_grad else 1))
 
     def wide(self, fact: NodeFacts) -> int:
         """The cost of a low product that writes fp32 numbers, beyond a low result's."""
-        if self.by_memory:
-            return 1  # no product keeps its result; 1 as for a cast
         more = (self.high - self.low) * fact.numel / self.device.bytes_per_ns
         # The backward rounds the gradient, as that of a cast does.
         back = PYTHON_NS + self._cast_ns(fact) if fact.requires_grad else 0.0

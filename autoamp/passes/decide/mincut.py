@@ -8,6 +8,8 @@ the sides mean (`passes/decide/problem.py`: low and fp32).  The total to minimis
     on the source side
   + for each group, `to_sink` once in the opposite case; or `made`, if the group has
     such a price and all its readers are on the sink side
+  + for each share, `at_source` once if any member is on the source side, and `at_sink`
+    once if any is on the sink side
 
 A copy is shared: one serves all readers of its group.  A group of one reader is a cost
 of that reader standing on another side than the value.  A value that no reader wants on
@@ -66,6 +68,25 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Share:
+    """What the members of one side need together, once for all of them.
+
+    Attributes:
+        members: variables.
+        at_source, at_sink: the cost as soon as one member is on that side.
+    """
+
+    members: tuple[str, ...]
+    at_source: int
+    at_sink: int
+
+    def cost(self, is_source: Callable[[str], bool]) -> int:
+        """The cost in a labelling."""
+        there = {is_source(member) for member in self.members}
+        return self.at_source * (True in there) + self.at_sink * (False in there)
+
+
+@dataclass(frozen=True)
 class Problem:
     """A problem of two sides; costs are non-negative integers of any one unit.
 
@@ -76,6 +97,7 @@ class Problem:
         ties: pairs of variables that must stand on one side, with the reason.
         follows: (reader, value, reason): the reader may stand on the source side only
             if the value does.
+        shares: costs that several variables have together.
     """
 
     unary: Mapping[str, tuple[int, int]]
@@ -84,6 +106,7 @@ class Problem:
     groups: Sequence[Group] = ()
     ties: Sequence[tuple[str, str, str]] = ()
     follows: Sequence[tuple[str, str, str]] = ()
+    shares: Sequence[Share] = ()
 
 
 @dataclass(frozen=True)
@@ -112,14 +135,14 @@ def energy(problem: Problem, source: frozenset[str]) -> int | None:
         if cost is None:
             return None
         total += cost
-    return total
+    return total + sum(each.cost(source.__contains__) for each in problem.shares)
 
 
 # -- the solver ------------------------------------------------------------------------
 
 Node = str | tuple[str, int]
-"""A variable; or an auxiliary node, which is the copy to a side for a numbered group;
-or a terminal."""
+"""A variable; or an auxiliary node, which is the copy to a side for a numbered group,
+or the side of a numbered share; or a terminal."""
 
 _SOURCE: Node = ("source", -1)
 _SINK: Node = ("sink", -1)
@@ -168,6 +191,7 @@ class Network:
         self.settled: set[Node] = set()
         total = sum(sum(costs) for costs in problem.unary.values())
         total += sum((g.to_source or 0) + (g.to_sink or 0) for g in problem.groups)
+        total += sum(each.at_source + each.at_sink for each in problem.shares)
         # `never` is finite, so that a contradiction shows as a cut of at least `never`.
         self.never = total + 1
         for variable, (at_sink, at_source) in problem.unary.items():
@@ -195,6 +219,8 @@ class Network:
                 continue
             self._copy(group, ("source", number), group.to_source)
             self._copy(group, ("sink", number), group.to_sink)
+        for number, share in enumerate(problem.shares):
+            self._share(share, number)
 
     def _node(self, v: Node) -> None:
         if v not in self.out:
@@ -248,6 +274,21 @@ class Network:
         for reader in group.readers:
             self._edge(reader, some_source, self.never)
             self._edge(some_sink, reader, self.never)
+
+    def _share(self, share: Share, number: int) -> None:
+        """Adds the edges by which the members of a side pay once for all of them."""
+        # A single member pays by itself; several draw an auxiliary node to their side
+        # at any price, and that node pays.
+        alone = len(share.members) == 1
+        low = share.members[0] if alone else ("any source", number)
+        high = share.members[0] if alone else ("any sink", number)
+        for node in (low, high):
+            self._node(node)
+        self.sink[low] += share.at_source
+        self.source[high] += share.at_sink
+        for member in () if alone else share.members:
+            self._edge(member, low, self.never)
+            self._edge(high, member, self.never)
 
     def copy(self) -> Network:
         """A network that changes apart from this one."""

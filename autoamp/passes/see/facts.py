@@ -124,6 +124,21 @@ class NodeFacts:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What autograd keeps of one call.
+
+    Attributes:
+        operands: the fp32 values among the operands that are kept.
+        result: whether the result is kept, of a call with one.
+        inside: fp32 numbers that are kept and are neither: a mask that dropout drew.
+    """
+
+    operands: frozenset[str] = frozenset()
+    result: bool = False
+    inside: int = 0
+
+
+@dataclass(frozen=True)
 class Facts:
     """Facts of a whole graph, in graph order.
 
@@ -142,6 +157,8 @@ class Facts:
         is_body: whether the graph is that of a branch, a loop or a checkpoint.
         own_kernels: whether norms are those of `passes/functions/norms.py`.
         element_of: each `getitem` node to the node that makes the tuple.
+        kept: what autograd keeps of each call; calls of which it keeps nothing are
+            left out.
     """
 
     nodes: Mapping[str, NodeFacts]
@@ -157,6 +174,7 @@ class Facts:
     is_body: bool = False
     own_kernels: bool = False
     element_of: Mapping[str, str] = field(default_factory=dict)
+    kept: Mapping[str, Kept] = field(default_factory=dict)
 
     def producer(self, value: str) -> str:
         """The node that decides the dtype of `value`: `value`, or its tuple's maker.

@@ -14,7 +14,8 @@ last, the sink side is the layout that the graph was captured with:
 * a value that the captured graph itself has with its channels last stands on the source
   side, and is read there as it is captured, by whichever side;
 * any other op, and everything outside the graph, stands on the sink side;
-* a value that is read on both sides is permuted once.
+* a value that is read on both sides is permuted once;
+* calls that keep one value for the backward stand on one side: it is kept once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,7 @@ from autoamp.passes.functions import (
 )
 from autoamp.passes.ops import base_name, is_inplace, is_pointwise, is_random, is_view
 from autoamp.passes.rules import family
-from autoamp.passes.see.facts import NodeFacts
+from autoamp.passes.see.facts import Facts
 from autoamp.passes.see.nodes import written_values
 from autoamp.passes.write.copied import copied
 
@@ -91,7 +92,7 @@ def choose_layouts(
     graph: fx.Graph,
     copies: Sequence[fx.Node],
     device: Device,
-    facts: Mapping[str, NodeFacts],
+    facts: Facts,
     left: Collection[str] = (),
 ) -> Layouts | None:
     """The layouts of least cost; None where no convolution gains.
@@ -101,7 +102,7 @@ def choose_layouts(
         copies: the inputs and constants that are low copies of weights, whose layout
             can change.
         device: the device the graph runs on.
-        facts: the facts of the captured nodes, by name.
+        facts: the facts of the captured nodes.
         left: names of nodes that keep the layout they have.
     """
     convolutions = {n: w for n in graph.nodes if (w := _weight(n, copies)) is not None}
@@ -183,16 +184,16 @@ class _Seen:
         graph: fx.Graph,
         convolutions: dict[fx.Node, fx.Node],
         device: Device,
-        facts: Mapping[str, NodeFacts],
+        facts: Facts,
         left: Collection[str],
     ) -> None:
-        self.graph, self.convolutions = graph, convolutions
+        self.graph, self.convolutions, self.facts = graph, convolutions, facts
         self.device, self.left = device, left
         self.images = {n: n.meta["val"] for n in graph.nodes if _is_image(n)}
         self.lying = frozenset(n for n, v in self.images.items() if _is_laid_last(v))
         self.flows: set[fx.Node] = set()
         for node in graph.nodes:
-            fact = facts.get(node.name)
+            fact = facts.nodes.get(node.name)
             # A node that was added after the capture is as its operands are.
             if fact.requires_grad if fact else self.flows & {*node.all_input_nodes}:
                 self.flows.add(node)
@@ -247,7 +248,8 @@ class _Seen:
             unary[node.name] = round(self._copying(node.all_input_nodes[0])), 0
         ties = [(a, b, why) for a, b, why in ties if a in unary and a not in at_source]
         groups = [*self._groups()]
-        return Problem(unary, at_sink, at_source, groups, [*ties, *self._shared()])
+        ties += [*self._shared(), *self._kept_once()]
+        return Problem(unary, at_sink, at_source, groups, ties)
 
     def _shared(self) -> Iterator[tuple[str, str, str]]:
         """The convolutions that read one weight, which has one layout."""
@@ -299,17 +301,28 @@ class _Seen:
             # One channel, or one pixel: both layouts are the same memory, and no copy
             # is made.
             free = 0 if price is not None and _lies_both_ways(value) else price
-            if free and price and self._is_kept(node):
-                # Of two places that cost alike, a copy in front of this call is better:
-                # behind it the value and the copy are kept, for two backwards.
-                free, price = free + 1, price + 1
             yield Group((node.name, 0, 0), node.name, names, free, price)
 
-    def _is_kept(self, node: fx.Node) -> bool:
-        """Whether the call that makes a value keeps the value for its backward."""
-        target = node.target
-        is_op = node in self.flows and isinstance(target, compat.OpOverload)
-        return is_op and base_name(target).rstrip("_") in family("keeps_its_result")
+    def _kept_once(self) -> Iterator[tuple[str, str, str]]:
+        """The calls that keep one image for their backwards, which has one layout."""
+        known = self.images.keys() - self.lying
+        for node, value in self.images.items():
+            if node in self.lying or _lies_both_ways(value):
+                continue
+            captured = node
+            # Captured as the value that it is a cast of.
+            while captured.name not in self.facts.nodes and captured.all_input_nodes:
+                captured = captured.all_input_nodes[0]
+            kept = self.facts.kept
+            keepers = [
+                reader.name if reader in known else _OUTSIDE
+                for reader in _image_readers(node)
+                if reader.name in kept and captured.name in kept[reader.name].operands
+            ]
+            if node.name in kept and kept[node.name].result:
+                keepers.append(node.name)
+            for one, other in itertools.pairwise(keepers):
+                yield one, other, "keeps the same image for the backward"
 
     def _copying(self, image: fx.Node, start: float = 0.0) -> float:
         """The price of a permuted copy, and of that of its gradient if one flows."""

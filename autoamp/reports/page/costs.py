@@ -66,6 +66,7 @@ def _flip(section: Section, found: Flip | str | None) -> dict[str, Any]:
     return {
         "kind": "exact",
         "extra": found.extra,
+        "more_kept": found.more_kept,
         "more_allow_in_fp32": found.more_in_fp32,
         "appear": [[value, dtypes[way]] for value, way in found.appear],
         "vanish": [[value, dtypes[way]] for value, way in found.vanish],

@@ -169,7 +169,7 @@ def _before(headline: Headline) -> list[dict[str, str]]:
         figures.append(_figure(time, work, "in fp32, predicted"))
     if headline.trains:
         kept = bytes_text(headline.kept_fp32)
-        figures.append(_figure(kept, "that the backward may read", "in fp32"))
+        figures.append(_figure(kept, "kept for the backward", "in fp32"))
     return [*figures, _figure("none", "error of rounding", "all is fp32")]
 
 
@@ -184,7 +184,7 @@ def _after(headline: Headline) -> list[dict[str, str]]:
     if headline.trains:
         beside = f"torch.autocast {bytes_text(headline.kept_autocast)}, predicted"
         kept = bytes_text(headline.kept)
-        figures.append(_figure(kept, "that the backward may read", beside))
+        figures.append(_figure(kept, "kept for the backward", beside))
     measured = "compare() measures it"
     return [*figures, _figure("—", "error of rounding", measured)]
 
@@ -268,11 +268,11 @@ def _tables(section: Section, index: Mapping[str, int]) -> dict[str, Any]:
                 "title": title,
                 "estimate": each.estimate,
                 "extra": each.estimate - ours.estimate,
+                "kept": each.kept,
                 "allow_in_fp32": each.allow_in_fp32,
             }
             for title, each in costs.titled
         ],
-        "unit": costs.unit,
         "device": costs.device,
         "cost": ours.cost,
         "optimal_cost": costs.optimal_cost,

@@ -13,10 +13,13 @@ from autoamp.passes.decide.devices import (
     rate_at,
 )
 from autoamp.passes.decide.flops import flops_of, formula_of
+from autoamp.passes.decide.kept_values import kept_bytes
+from autoamp.passes.decide.memory import weighed, within
 from autoamp.passes.decide.mincut import (
     ContradictionError,
     Group,
     Problem,
+    Share,
     energy,
     solve,
 )
@@ -49,6 +52,7 @@ __all__ = [
     "Prices",
     "Problem",
     "Rates",
+    "Share",
     "Verdict",
     "assign",
     "available",
@@ -59,6 +63,7 @@ __all__ = [
     "flops_of",
     "forced",
     "formula_of",
+    "kept_bytes",
     "least_cost",
     "named_device",
     "price_graph",
@@ -67,4 +72,6 @@ __all__ = [
     "rate_at",
     "solve",
     "tensorflow",
+    "weighed",
+    "within",
 ]

@@ -91,10 +91,6 @@ def relu_of_weight(x: Tensor, weight: Tensor) -> Tensor:
     return weight.relu()
 
 
-def kept(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x, weight).relu() + x.exp()
-
-
 TRAIN = {"train": True}
 
 
@@ -121,18 +117,6 @@ TRAIN = {"train": True}
             {},
             {"clone": (2280, 1640), "relu_": (2280, 1640), "t": (0, 0)},
         ),
-        # What the backward keeps; nothing of what needs no gradient.
-        (
-            kept,
-            X,
-            TRAIN | {"objective": "memory"},
-            {
-                "linear": (4 * 96, 2 * 96),
-                "relu": (4 * 32, 2 * 32),
-                "exp": (0, 0),
-                "add": (4 * 64, 2 * 64),
-            },
-        ),
     ],
 )
 def test_prices_of_ops_by_hand(
@@ -140,8 +124,7 @@ def test_prices_of_ops_by_hand(
 ) -> None:
     found = priced(function, shapes, **asked).prices
     assert found.ops == expected
-    in_bytes = "objective" in asked
-    assert (found.device, found.in_bytes, found.reward) == (DEVICE, in_bytes, 0)
+    assert (found.device, found.reward) == (DEVICE, 0)
 
 
 @pytest.mark.parametrize(
@@ -212,9 +195,6 @@ def test_prices_of_casts_by_hand() -> None:
     assert paid.down["model_weight"] == 1000 + 1920
     assert free.down == paid.down | {"model_weight": 0}
     assert free.up == paid.up
-    # In bytes, one more than nothing: a cast for no reason is never free.
-    memory = priced(kept, X, train=True, objective="memory").prices
-    assert (memory.down["linear"], memory.down["x0"]) == (1 + 64, 1)
 
 
 GPU = replace(DEVICE, type="cuda")
@@ -233,8 +213,6 @@ LARGE: Shapes = [(128, 128)]
             TRAIN | {"weight": (128, 128)},
             {"linear": 163_840 + 150_000 + 1000 + 491_520},
         ),
-        (F.linear, X, TRAIN | {"objective": "memory"}, {}),
-        (F.linear, X, {"objective": "memory"}, {"linear": 1}),
         (F.linear, X, {"device": DEVICE}, {}),
         (F.linear, X, {"device": replace(GPU, pays=False)}, {}),
         (F.linear, X, TRAIN, {}),  # too few numbers to pay for Python

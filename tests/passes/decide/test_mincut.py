@@ -74,6 +74,10 @@ def _count(problem: Problem, low: set[str]) -> int | None:
         if price is None:
             return None
         total += price
+    for share in problem.shares:
+        members = set(share.members)
+        total += share.at_source if members & low else 0
+        total += share.at_sink if members - low else 0
     return total
 
 
@@ -142,6 +146,12 @@ def plain_cut(problem: Problem) -> int | None:
         add(f"low {group.key}", f"high {group.key}", both)
         add(f"low {group.key}", group.value, group.to_source - both)
         add(f"high {group.key}", group.value, None)
+    for at, share in enumerate(problem.shares):
+        add(f"any low {at}", "t", share.at_source)
+        add("s", f"any high {at}", share.at_sink)
+        for member in share.members:
+            add(member, f"any low {at}", None)
+            add(f"any high {at}", member, None)
     cost, _ = nx.minimum_cut(graph, "s", "t")
     return None if cost >= never else int(cost)
 

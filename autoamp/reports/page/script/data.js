@@ -110,8 +110,8 @@ function inUnits(value, units) {
 }
 const inBytes = (count) => inUnits(count, ["B", "kB", "MB", "GB", "TB"]);
 
-/** A cost in the unit of a graph's tables. */
-function amount(cost, unit, signed = false) {
-  const text = unit === "bytes" ? inBytes(cost) : inUnits(cost / 10, ["ns", "\u00b5s", "ms", "s"]);
+/** A cost, in units of 0.1 ns, as a time. */
+function amount(cost, signed = false) {
+  const text = inUnits(cost / 10, ["ns", "\u00b5s", "ms", "s"]);
   return signed && cost > 0 ? "+" + text : text;
 }

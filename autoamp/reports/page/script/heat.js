@@ -13,7 +13,6 @@ const closedShown = () => [...state.shown.values()].filter(({ isOpen: open }) =>
 function paintHeat() {
   canvas.classList.toggle("heated", state.heat);
   if (!state.heat) return;
-  const { unit } = state.graph.raw.tables;
   const all = costOf(root());
   const found = closedShown().map(({ item, element }) => [costOf(item), element]);
   state.hottest = Math.max(0, ...found.map(([cost]) => cost ?? 0));
@@ -23,7 +22,7 @@ function paintHeat() {
     element.style.setProperty("--heat", state.hottest ? (100 * cost) / state.hottest + "%" : "0%");
     const text = element.querySelector(".sub");
     const share = element.classList.contains("group") && all ? "  \u00b7  " + Math.round((100 * cost) / all) + "%" : "";
-    if (text) text.textContent = amount(cost, unit) + share;
+    if (text) text.textContent = amount(cost) + share;
   }
   showLegend();
 }
@@ -37,7 +36,5 @@ function showHeat(on) {
 }
 
 function heatLegend() {
-  const { unit } = state.graph.raw.tables;
-  const kind = unit === "bytes" ? "bytes kept for the backward" : "predicted time";
-  return [h("li", {}, "0", h("span", { class: "ramp" }), amount(state.hottest ?? 0, unit)), h("li", {}, kind)];
+  return [h("li", {}, "0", h("span", { class: "ramp" }), amount(state.hottest ?? 0)), h("li", {}, "predicted time")];
 }

@@ -25,17 +25,14 @@ function moduleDetails(group) {
 }
 
 function moduleFigures(group, isBefore) {
-  const { unit } = state.graph.raw.tables;
   const { low, fp32, casts, islands } = state.graph.sides[state.side].counts[group.index];
-  const kind = unit === "bytes" ? " kept for the backward" : ", predicted";
   const { costs } = group;
   const all = state.graph.groups[0].costs;
   const share = (part, whole) => (whole ? Math.round((100 * part) / whole) + "% of the graph" : "");
-  const name = unit === "bytes" ? "Bytes" : "Time";
   return [
-    [name, isBefore ? amount(costs.fp32, unit) + " in fp32" + kind : amount(costs.placed, unit) + kind],
+    ["Time", (isBefore ? amount(costs.fp32) + " in fp32" : amount(costs.placed)) + ", predicted"],
 
-    ["In fp32", isBefore ? "" : amount(costs.fp32, unit)],
+    ["In fp32", isBefore ? "" : amount(costs.fp32)],
     ["Share", isBefore ? share(costs.fp32, all.fp32) : share(costs.placed, all.placed)],
     ["Ops", isBefore ? plural(fp32, "op") + " in fp32" : grouped(low) + " in " + state.graph.raw.compute_dtype + ", " + grouped(fp32) + " in fp32"],
     ["Casts", isBefore ? "" : grouped(casts)],
@@ -58,9 +55,7 @@ function inLow({ costs: { lower } }) {
 
 function held({ ops, extra, why }) {
   if (extra === null) return "Impossible: " + why + ".";
-  const { unit } = state.graph.raw.tables;
-  return amount(extra, unit, true) + " " + (unit === "bytes" ? "bytes kept for the backward" : "predicted time") +
-    ", with " + plural(ops, "op") + " changed.";
+  return amount(extra, true) + " predicted time, with " + plural(ops, "op") + " changed.";
 }
 
 function byReason(nodes) {

@@ -61,17 +61,17 @@ function castTitle({ kind, dtype, every_call: everyCall }) {
   return kind + ", to " + dtype;
 }
 
-function placements({ placements: rows, unit, device, cost, optimal_cost: best, has_reward: rewarded }) {
-  const kind = unit === "bytes" ? "Bytes kept for the backward" : "Predicted time";
+function placements({ placements: rows, device, cost, optimal_cost: best, has_reward: rewarded }) {
   const headers = ["placement", "predicted", "against this"];
+  const trains = rows.some(({ kept }) => kept);
+  if (trains) headers.push("kept for the backward");
   if (rewarded) headers.push("allow ops in fp32");
-  const cells = rows.map((row, i) => [row.title, amount(row.estimate, unit), i ? amount(row.extra, unit, true) : "",
-    ...(rewarded ? [row.allow_in_fp32] : [])]);
-  const units = unit === "bytes" ? "bytes" : "units of 0.1 ns";
+  const cells = rows.map((row, i) => [row.title, amount(row.estimate), i ? amount(row.extra, true) : "",
+    ...(trains ? [inBytes(row.kept)] : []), ...(rewarded ? [row.allow_in_fp32] : [])]);
   const least = cost === best ? "the least of all legal placements"
     : grouped(cost - best) + " above the least of all legal placements";
-  return [table(kind + " of this graph", headers, cells),
-    h("p", { class: "note" }, `Prices of ${device}. The cost of this placement, ${grouped(cost)} ${units}` +
+  return [table("Predicted time of this graph", headers, cells),
+    h("p", { class: "note" }, `Prices of ${device}. The cost of this placement, ${grouped(cost)} units of 0.1 ns` +
       `${rewarded ? " with rewards for converted allow ops" : ""}, is ${least}; a recount over the rewritten graph agrees.`)];
 }
 

@@ -160,16 +160,16 @@ function undecided(node) {
 
 /** The cost of the other precision. */
 function flipped(flip) {
-  const { unit } = state.graph.raw.tables;
-  const kind = unit === "bytes" ? "bytes kept for the backward" : "predicted time";
   if (flip.kind === "never") return [h("p", {}, (flip.to === report.dtypes.high ? "Impossible: " : "Not under these options: ") + flip.why + ".")];
   if (flip.kind === "unknown") {
     return [h("p", {}, "The cost takes long to compute for each op of a graph of this size; report.why() computes it.")];
   }
   const more = flip.more_allow_in_fp32;
   const { compute_dtype: low } = state.graph.raw;
+  const { more_kept: bytes } = flip;
+  const kept = bytes ? ", and " + inBytes(Math.abs(bytes)) + (bytes > 0 ? " more" : " less") + " kept" : "";
   const ops = more ? ", and " + plural(Math.abs(more), "more allow op") + " in " + (more > 0 ? "fp32" : low) : "";
-  const text = amount(flip.extra, unit, true) + " " + kind + ops + ".";
+  const text = amount(flip.extra, true) + " predicted time" + kept + ops + ".";
   const casts = (list) => list.map(([value, dtype]) => value + " to " + dtype).join(", ");
   return [h("p", {}, text), facts([
     ["Casts added", casts(flip.appear)], ["Casts removed", casts(flip.vanish)],
@@ -184,8 +184,7 @@ function values(node) {
   const code = (text) => text && h("code", { class: "lines" }, text);
   const rows = before === after ? [["Shape", code(before)]] : [["Before", code(before)], ["After", code(after)]];
   const cost = costOf(node);
-  const { unit } = state.graph.raw.tables;
-  if (cost !== null) rows.push([unit === "bytes" ? "Kept" : "Time", amount(cost, unit) + ", predicted"]);
+  if (cost !== null) rows.push(["Time", amount(cost) + ", predicted"]);
   if (node.decision?.bytes) rows.push(["Traffic", inBytes(node.decision.bytes) + " read and written in fp32"]);
   return before || after ? part("Values", facts(rows)) : "";
 }

@@ -1,0 +1,154 @@
+"""What autograd keeps of each call for the backward, as autograd itself says.
+
+Each kind of call is made once, on tensors without data, and a hook sees what is saved.
+The tensors are those of a CPU, whatever the graph is for: where there is no GPU,
+autograd aborts the process on tensors of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autoamp import compat
+from autoamp.dtypes import HIGH_DTYPE
+from autoamp.passes.ops import base_name, is_view
+from autoamp.passes.rules import family
+from autoamp.passes.see.facts import Facts, Kept
+from autoamp.passes.see.nodes import tensors_of
+
+
+def kept_by_calls(gm: fx.GraphModule, facts: Facts) -> Mapping[str, Kept]:
+    """What is kept of each call of ATen graph `gm`; calls without are left out.
+
+    Of a call that is no op of torch's, or does not run without data, all operands
+    count.
+    """
+    found: dict[str, Kept] = {}
+    known: dict[Hashable, _Saved | None] = {}
+    drawn = compat.Generators()
+    with contextlib.ExitStack() as on:
+        for node in _calls_with_gradients(gm, facts):
+            fact, saved = facts.nodes[node.name], None
+            if _can_be_asked(node):
+                if not known:
+                    on.enter_context(compat.autocast_off())
+                    on.enter_context(torch.enable_grad())
+                    on.enter_context(compat.new_fake_mode(symbolic=False))
+                key = _key(node, facts)
+                if key not in known:
+                    known[key] = _saved(node, facts)
+                saved = known[key]
+            if saved is None:
+                kept = Kept(frozenset(o.value for o in fact.operands))
+            else:
+                read = _read(node)
+                operands = frozenset(read[at].name for at in saved.operands)
+                kept = Kept(operands, saved.result and fact.is_value, saved.inside)
+            if kept != Kept():
+                found[node.name] = kept
+    drawn.restore()
+    return found
+
+
+def _calls_with_gradients(gm: fx.GraphModule, facts: Facts) -> Iterator[fx.Node]:
+    """The calls that a gradient flows through, beside views, which keep nothing."""
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and facts.nodes[node.name].requires_grad:
+            fact = facts.nodes[node.name]
+            read = {facts.nodes[o.value].storage for o in fact.operands}
+            is_op = isinstance(node.target, compat.OpOverload)
+            shows = is_op and is_view(node.target) and fact.storage in read
+            if fact.involves_floats and not shows:
+                yield node
+
+
+def _can_be_asked(node: fx.Node) -> bool:
+    target = node.target
+    # Without data, recurrent nets run as one op that keeps nothing.
+    return isinstance(target, compat.OpOverload) and (
+        base_name(target) not in family("recurrent")
+    )
+
+
+def _read(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose tensors a call reads, in order, each as often as it is read."""
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
+    nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+    return [n for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+
+
+def _key(node: fx.Node, facts: Facts) -> Hashable:
+    """Equal for calls of which autograd keeps the same."""
+    described: list[Hashable] = []
+    for leaf in pytree.tree_leaves((node.args, node.kwargs)):
+        value = leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf
+        if isinstance(value, torch.Tensor):
+            steps = value.stride() if value.layout == torch.strided else ()
+            lies = tuple(map(compat.hint, (*value.shape, *steps)))
+            trains = facts.nodes[leaf.name].passes_gradient
+            described.append((lies, value.dtype, trains))
+        else:
+            described.append((type(leaf).__name__, str(value)))
+    return node.target, tuple(node.kwargs), tuple(described)
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """As `Kept`, with the operands by their places in `_read`."""
+
+    operands: frozenset[int]
+    result: bool
+    inside: int
+
+
+def _saved(node: fx.Node, facts: Facts) -> _Saved | None:
+    """What autograd saves of a call; None if the call cannot be made without data."""
+    given: list[torch.Tensor] = []
+    saved: dict[int, torch.Tensor] = {}
+
+    def argument(leaf: Any) -> Any:
+        if isinstance(leaf, torch.device):
+            return torch.device("cpu")
+        value = leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf
+        made = compat.like(value, device="cpu")
+        if isinstance(value, torch.Tensor):
+            if facts.nodes[leaf.name].passes_gradient:
+                made.requires_grad_()
+            # A copy, since no op may write into a leaf.
+            given.append(made.clone())
+            return given[-1]
+        return made
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.setdefault(compat.storage_id(tensor), tensor)
+        return tensor
+
+    target: Any = node.target
+    try:
+        args, kwargs = pytree.tree_map(argument, (node.args, node.kwargs))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            result = target(*args, **kwargs)
+    except Exception:  # noqa: BLE001 - an op may have no rule for tensors without data
+        return None
+    operands = [compat.storage_id(tensor) for tensor in given]
+    single = isinstance(result, torch.Tensor)
+    ends = {compat.storage_id(t) for t in tensors_of(result) if single}
+    inside = [tensor for at, tensor in saved.items() if at not in {*operands, *ends}]
+    return _Saved(
+        # An op that writes in place keeps what it has made of its operand.
+        frozenset(
+            place
+            for place, at in enumerate(operands)
+            if at in saved and at not in ends and given[place].dtype == HIGH_DTYPE
+        ),
+        bool(ends & saved.keys()),
+        sum(t.untyped_storage().nbytes() for t in inside if t.dtype == HIGH_DTYPE)
+        // HIGH_DTYPE.itemsize,
+    )
