@@ -209,7 +209,14 @@ def _price(work: Rewritten) -> Rewritten:
 def _place(work: Rewritten) -> Rewritten:
     """No legal placement that keeps as little for the backward takes less time."""
     options = work.options
-    found = assign(work.classified, work.prices, options.placement, options.objective)
+    bodies = [body.assignment for body in work.bodies]
+    found = assign(
+        work.classified,
+        work.prices,
+        options.placement,
+        options.objective,
+        gained=sum(body.all_high_cost - body.cost for body in bodies),
+    )
     if work.fused and not found.low:
         # A kernel rounds otherwise than the calls it stands for, and a graph without
         # low ops gives the bits of fp32.
