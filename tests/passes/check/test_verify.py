@@ -241,8 +241,8 @@ def test_a_product_that_nothing_but_a_cast_reads_has_its_price_in_fp32(
 def test_a_wrong_promise_is_refused(monkeypatch) -> None:
     real = passes.assign
 
-    def boast(*args: Any) -> Any:
-        assignment = real(*args)
+    def boast(*args: Any, **given: Any) -> Any:
+        assignment = real(*args, **given)
         return dataclasses.replace(assignment, cost=assignment.cost - 1)
 
     monkeypatch.setattr(passes, "assign", boast)

@@ -13,8 +13,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from autoamp.passes.check.saved_bytes import bytes_held, tensors_saved
+from autoamp.passes.check.saved_bytes import bytes_held, saved_bytes, tensors_saved
 from tests.passes.decide.door import (
     Device,
     Problem,
@@ -25,7 +26,7 @@ from tests.passes.decide.door import (
     weighed,
     within,
 )
-from tests.small_models import Of, rewritten
+from tests.small_models import Of, converted, rewritten
 from tests.strategies import problems
 
 
@@ -135,6 +136,56 @@ def test_no_more_is_kept_than_under_autocast(
         assert found.kept < kept_bytes(found.prices.kept, fastest)
         said = found.decisions["linear_1"].choice
         assert said == "so placed that less is kept for the backward"
+
+
+def scatters(m: Any, x: Tensor) -> Tensor:
+    """The sums are fp32, and what reads them may be low: autocast sums low."""
+    for layer in (m.first, m.second):
+        h = layer(x)
+        there = m.edges[1][:, None].expand(-1, WIDTH)
+        x = h.new_zeros(ROWS, WIDTH).scatter_add(0, there, h[m.edges[0]]).relu()
+    return m.last(x)
+
+
+def behind_checkpoints(m: Any, x: Tensor) -> Tensor:
+    """The last layer is faster in fp32; what the checkpoints gain pays for it."""
+    for layer in (m.first, m.second):
+        x = checkpoint(lambda x, f=layer: x + f(x).relu(), x, use_reentrant=False)
+    return m.last(x)
+
+
+def two_layouts(m: Any, x: Tensor) -> Tensor:
+    """One convolution is faster where the relu's result has its channels last."""
+    x = m.wide(x[:256].view(4, 64, 8, 8)[:, :8]).relu()
+    return m.strided(x).sum() + m.thin(x).sum()
+
+
+ROWS, WIDTH = 4096, 64
+
+
+@pytest.mark.usefixtures("bf16_units")
+@pytest.mark.parametrize("needs_gradient", [False, True])
+@pytest.mark.parametrize("program", [scatters, behind_checkpoints, two_layouts])
+def test_a_converted_model_keeps_no_more_than_under_autocast(
+    program: Callable[..., Any], needs_gradient: bool
+) -> None:
+    torch.manual_seed(0)
+    layers = {
+        "first": nn.Linear(WIDTH, WIDTH),
+        "second": nn.Linear(WIDTH, WIDTH),
+        "last": nn.Linear(WIDTH, 7),
+        "wide": nn.Conv2d(8, 256, 1),
+        "strided": nn.Conv2d(256, 64, 1, stride=2),
+        "thin": nn.Conv2d(256, 16, 1),
+    }
+    edges = torch.randint(0, ROWS, (2, 4 * ROWS))
+    model, plain = (Of(program, edges=edges, **layers) for _ in range(2))
+    x = torch.randn(ROWS, WIDTH, requires_grad=needs_gradient)
+    converted(model, do_no_harm=True)(x).sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        autocasts = saved_bytes(lambda: plain(x), plain.parameters()).total
+    ours = saved_bytes(lambda: model(x), model.parameters()).total
+    assert ours <= autocasts
 
 
 def points(problem: Problem) -> list[tuple[int, int]]:
