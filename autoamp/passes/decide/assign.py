@@ -125,8 +125,10 @@ def assign(
         else:
             limit = kept_bytes(prices.kept, low_under_autocast(classified))
             slowest = all_high_cost + gained
-            solved = within(problem, prices.kept, limit, slowest, prices.byte)
-        low, _ = least_cost(solved)
+            kept, byte = prices.kept, prices.byte
+            solved = within(problem, kept, fastest, limit, slowest, byte)
+        if solved is not problem:
+            low, _ = least_cost(solved)
     return Assignment(
         decisions=_decisions(classified, low, fastest, problem, prices.reward > 0),
         low=low,

@@ -43,6 +43,7 @@ def weighed(
 def within(
     problem: Problem,
     kept: Sequence[Share],
+    fastest: frozenset[str],
     limit: int,
     slowest: int,
     byte: int,
@@ -53,27 +54,27 @@ def within(
     within that cost, it is a price that brings them down on the way there.
 
     Args:
+        fastest: what is low in the placement of least cost.
         byte: the price of a byte that outweighs all else.
     """
 
-    def point(priced: Problem) -> tuple[int, int]:
-        low, _ = least_cost(priced)
+    def point(low: frozenset[str]) -> tuple[int, int]:
         cost = energy(problem, low)
         assert cost is not None
         return cost, kept_bytes(kept, low)
 
-    fast, now = problem, point(problem)
+    fast, now = problem, point(fastest)
     if now[1] <= limit:
         return fast
     lean = weighed(problem, kept, byte)
-    least = point(lean)
+    least = point(least_cost(lean)[0])
     for _ in range(CUTS):
         # At this price the two cost the same, and a placement between them costs less.
         unit, price = now[1] - least[1], least[0] - now[0]
         if unit <= 0:
             break
         between = weighed(problem, kept, price, unit)
-        new = point(between)
+        new = point(least_cost(between)[0])
         if new in (now, least):
             break
         if new[1] <= limit or new[0] > slowest:

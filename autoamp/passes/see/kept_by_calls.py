@@ -2,7 +2,7 @@
 
 Each kind of call is made once, on tensors without data, and a hook sees what is saved.
 No tensor is one of a GPU, whatever the graph is for: where there is none, autograd
-aborts the process.
+aborts the process.  Without data no random number is drawn either.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ def kept_by_calls(gm: fx.GraphModule, facts: Facts) -> Mapping[str, Kept]:
     """
     found: dict[str, Kept] = {}
     known: dict[Hashable, _Saved | None] = {}
-    drawn = compat.Generators()
     with ExitStack() as on:
         for node in _calls_with_gradients(gm, facts):
             fact, saved = facts.nodes[node.name], None
@@ -59,7 +58,6 @@ def kept_by_calls(gm: fx.GraphModule, facts: Facts) -> Mapping[str, Kept]:
                 kept = Kept(operands, saved.result and fact.is_value, saved.inside)
             if kept != Kept():
                 found[node.name] = kept
-    drawn.restore()
     return found
 
 

@@ -219,7 +219,8 @@ def test_bytes_are_brought_to_the_limit(
 
     byte = 1 + max(cost for cost, _ in legal)
     assert point(weighed(timed, kept, byte)) == min(legal, key=lambda p: p[::-1])
-    cost, size = point(within(timed, kept, limit, slowest, byte))
+    low, _ = least_cost(timed)
+    cost, size = point(within(timed, kept, low, limit, slowest, byte))
     assert cost <= slowest
     if point(timed)[1] <= limit:
         assert (cost, size) == point(timed)
