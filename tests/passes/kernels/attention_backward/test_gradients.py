@@ -224,6 +224,32 @@ def test_operands_without_numbers(empty: int) -> None:
     assert q.grad.shape == result.shape == torch.Size(shape)
 
 
+@pytest.mark.usefixtures("units")
+@pytest.mark.parametrize("of_numbers", [False, True])
+def test_a_query_that_sees_no_key_has_no_part_in_gradients(of_numbers: bool) -> None:
+    """A query that is not a number leaves gradients that are none, as in torch."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 40, 8).to(torch.bfloat16).unbind()
+    mask = torch.rand(1, 2, 40, 40) < 0.5
+    mask[..., 0] = True
+    mask[:, :, 3] = False
+    added = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+
+    def gradients(q: Tensor, call: Any, wide: torch.dtype) -> tuple[Tensor, ...]:
+        given = [t.to(wide).detach().requires_grad_() for t in (q, k, v)]
+        result = call(*given, attn_mask=added.to(wide) if of_numbers else mask)
+        return torch.autograd.grad(result.sum(), given)
+
+    sdpa = functional.scaled_dot_product_attention
+    ours = gradients(q, attention, torch.bfloat16)
+    for mine, exact in zip(ours, gradients(q, sdpa, torch.float64), strict=True):
+        assert (mine.double() - exact).norm() <= 0.01 * exact.norm()
+    assert not ours[0][:, :, 3].any()
+    q[:, :, 5] = torch.nan
+    nans = [g.isnan().any().item() for g in gradients(q, attention, torch.bfloat16)]
+    assert nans == [True, True, True]
+
+
 def test_an_infinity_stays_where_it_was() -> None:
     q, k, v = torch.randn(3, 1, 1, 4, 8).to(torch.bfloat16).unbind()
     v[..., 0, 3] = torch.inf
