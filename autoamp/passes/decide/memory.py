@@ -40,7 +40,7 @@ def weighed(
     )
 
 
-def within(
+def within(  # noqa: PLR0917
     problem: Problem,
     kept: Sequence[Share],
     fastest: frozenset[str],

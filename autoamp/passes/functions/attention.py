@@ -322,11 +322,9 @@ def _backward(  # noqa: PLR0917 - as its schema
         weights = part.weights(held, safe=safe)
         # The average is of these weights themselves, not of the result rounded to 16
         # bits, whose error all scores of a query would share.
-        found = compat.softmax_gradient(
-            _product(part.grad, part.value.mT, out=held.scores(weights.shape)),
-            weights,
-            held.new("found", weights.shape, HIGH_DTYPE),
-        )
+        found = _product(part.grad, part.value.mT, out=held.scores(weights.shape))
+        # In place: each row is read before it is written.
+        compat.softmax_gradient(found, weights, found)
         stepped_back_(part.scores(found), part.steps, part.first)
         if held.is_low:
             found = held.kept(found, part, "low found")
