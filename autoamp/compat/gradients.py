@@ -39,6 +39,23 @@ def saved_tensors_hooks_off() -> Iterator[None]:
             hooks._push_saved_tensors_default_hooks(*pair)
 
 
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""Two functions that pack and unpack the tensors that autograd saves."""
+
+
+def hooks_of_caller() -> Hooks | None:
+    """The innermost `saved_tensors_hooks` that the caller is in."""
+    hooks: Any = torch._C._autograd
+    return hooks._top_saved_tensors_default_hooks(True)  # type: ignore[no-any-return]
+
+
+def takes_hooks() -> bool:
+    """Whether `saved_tensors_hooks` may be set: in most transforms they may not."""
+    hooks: Any = torch._C._autograd
+    transforms = torch._C._are_functorch_transforms_active()
+    return not transforms and bool(hooks._saved_tensors_hooks_is_enabled())
+
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 

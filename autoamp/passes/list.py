@@ -28,7 +28,8 @@ A captured graph goes in, and the graph that is run comes out.
  9. In fp16 the gradients that enter the graph are multiplied by the loss scale, and
     those that leave it are divided by it and watched for infinities (`edge`).
 10. Calls are replaced by functions that compute the same, more exactly or faster, and
-    convolutions read the layout that is fastest (`attention` to `index adds`).
+    convolutions read the layout that is fastest; where bytes are the objective, cheap
+    values are not kept for the backward (`attention` to `made again`).
 11. The graph is given back as its caller needs it: with the model's calls on DTensors
     (`meshes`), and as code for eager PyTorch (`bindings`) or for a compiler (`for
     compilers`).
@@ -94,6 +95,7 @@ from autoamp.passes.write.fp32_sums import with_sums, with_weight_gradients
 from autoamp.passes.write.grouped_weight_casts import with_uses_together
 from autoamp.passes.write.hoist_weight_casts import folded_in, hoist_weight_casts
 from autoamp.passes.write.layouts import FORMATS, choose_layouts, convolved, lay_out
+from autoamp.passes.write.made_again import with_values_made_again
 from autoamp.passes.write.scale_edge import scale_edge
 from autoamp.passes.write.unbind import with_unbind
 
@@ -373,6 +375,14 @@ def _index_adds(work: Rewritten) -> Rewritten:
     return _with_targets(work, index_add_at) if _may_replace_eagerly(work) else work
 
 
+def _made_again(work: Rewritten) -> Rewritten:
+    """Where bytes are the objective, cheap values are made again and not kept."""
+    if work.options.objective != "memory" or not _may_replace_eagerly(work):
+        return work
+    gm = with_values_made_again(work.gm, work.before, work.facts, work.left)
+    return replace(work, gm=gm)
+
+
 def _meshes(work: Rewritten) -> Rewritten:
     """A graph that computes on DTensors makes the model's own calls on the mesh."""
     return replace(work, gm=with_mesh_calls(work.gm))
@@ -529,11 +539,19 @@ PASSES = (
         needs_memory=True,
     ),
     Pass(
-        # The last of these: no pass behind it asks what a call writes to.
+        # `made again` alone, behind it, asks what a call writes to.
         _index_adds,
         _PREPARE,
         Checks.replaced,
         without="what its index_add adds is kept for the backward",
+        needs_memory=True,
+    ),
+    Pass(
+        # After all passes that know ops by their targets.
+        _made_again,
+        _PREPARE,
+        differs_only(allowed_changes.MADE_AGAIN),
+        without="its backward makes nothing again, and keeps more",
         needs_memory=True,
     ),
     # Up to here the graph computes on whole tensors, as every pass above assumes.

@@ -202,6 +202,12 @@ def filtered(conv1d: Any) -> Callable[[Tensor], Tensor]:
     return lambda x: conv1d(x, x[0, :, None, :5], None, [1], [2], [1], 3)
 
 
+def noted_sine(low: Tensor) -> Tensor:
+    sine = torch.sin(low)
+    again = functions.noted(sine, torch.ops.aten.sin.default, low)
+    return functions.made_again(torch.ops.aten.square.default, (again,), sine)
+
+
 ONE, NONE_YET = torch.ones(()), torch.zeros(1)
 DIRECT: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": direct(lambda low: functions.softmax(low, -1)),
@@ -226,12 +232,14 @@ DIRECT: dict[str, Callable[[Tensor], Tensor]] = {
             low, torch.eye(WIDTH), torch.eye(WIDTH).bfloat16()
         )
     ),
+    "made_again": direct(noted_sine),
     "with_dtypes": lambda x: functions.with_dtypes(x, [torch.bfloat16]).float(),
 }
 """Functions that a GPU's graphs call, or few graphs, by themselves."""
 
 ELSEWHERE = {
     *(function.__name__ for function in MESH_CALLS.values()),
+    "noted",  # is called by the row of `made_again`
     *("gather_low", "gathered_low"),  # torch transforms no gradients of DTensors
     *(function.__name__ for function in FOR_COMPILERS.values()),
     *("traced_attention", "traced_scale_grad_", "traced_scale_grad_apart"),
@@ -489,6 +497,7 @@ def test_attention_with_dropout_in_torch_func(whole: bool) -> None:
 def test_a_function_by_itself(name: str) -> None:
     plain = {"softmax": lambda x: x.softmax(-1), "laid_out": lambda x: x[:, :, None]}
     plain["depthwise"] = filtered(functional.conv1d)
+    plain["made_again"] = lambda x: x.sin().square()
     exact = plain.get(name, lambda x: x * 1)
     x = torch.randn(2, 3, WIDTH).bfloat16().float().requires_grad_()
     assert [*wrong(DIRECT[name], exact, x, OF_GRADIENTS)] == []

@@ -28,6 +28,8 @@ from autoamp.passes.functions import (
     low_weight_unscaled,
     low_weights,
     low_weights_unscaled,
+    made_again,
+    noted,
     saturating_cast,
     scale_grad,
     scaled_result,
@@ -40,6 +42,7 @@ from autoamp.passes.functions import (
     with_dtypes,
 )
 from autoamp.passes.functions.dtensor_crossings import gather_low, gathered_low
+from autoamp.passes.functions.made_again import function_of
 from autoamp.passes.see.dtensors_as_whole import MESH_CALL
 
 _ATEN = torch.ops.aten
@@ -219,6 +222,44 @@ def _on_the_mesh(old: fx.Node, new: fx.Node) -> tuple[Call, Call]:
     return Call(target, (*own, *args), kwargs), call_of(new)
 
 
+def _uncovered(node: fx.Node) -> Call:
+    """The call that a node makes, without the notes of what is made again."""
+    if node.target is not made_again:
+        return call_of(node)
+    called, _, *args = node.args
+    return Call(function_of(called), tuple(args), node.kwargs)
+
+
+def _without_notes(old: fx.Node, new: fx.Node) -> tuple[Call, Call]:
+    """A call that keeps notes, as the call of the op; each note names the maker."""
+    if new.target is not made_again:
+        return call_of(old), call_of(new)
+
+    def values(operands: Any) -> Any:
+        each = lambda n: n.args[0] if n.target is noted else n  # noqa: E731
+        return fx.map_arg(operands, each)
+
+    pending: list[Any] = list(new.args[1])  # type: ignore[arg-type]
+    while pending:
+        note = pending.pop()
+        is_note = isinstance(note, fx.Node) and note.target is noted
+        value = note.args[0] if is_note else None
+        if not isinstance(value, fx.Node):
+            told = f"{where(new)} takes {note} for a note"
+            raise VerificationError(told, nodes=[old.name])
+        said = Call(function_of(note.args[1]), note.args[2:], note.kwargs)
+        made = _uncovered(value)
+        if said.target is not made.target or (
+            values((said.args, said.kwargs)) != (tuple(made.args), made.kwargs)
+        ):
+            raise VerificationError(
+                f"{where(new)} would make {value.name} otherwise than the graph does",
+                nodes=[old.name],
+            )
+        pending += [n for n in note.all_input_nodes if n.target is noted]
+    return call_of(old), _uncovered(new)
+
+
 def _any_function(old: fx.Node, new: fx.Node) -> tuple[Call, Call]:
     return call_of(old)._replace(target=new.target), call_of(new)
 
@@ -237,6 +278,7 @@ GATHERS = May(rewrite=_gathered_low)
 LAYOUTS = May(frozenset({laid_out}))
 TOGETHER = May(groups=True, rewrite=_out_of_a_group)
 ON_MESHES = May(rewrite=_on_the_mesh)
+MADE_AGAIN = May(frozenset({noted}), rewrite=_without_notes)
 BINDINGS = May(rewrite=_any_function)
 # Inductor gets a second cast of a result, of a view with another shape: `RESHAPES`.
 COMPILERS = May(

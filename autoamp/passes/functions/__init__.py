@@ -37,6 +37,7 @@ from autoamp.passes.functions.dtensor_crossings import (
 )
 from autoamp.passes.functions.edge import scale_grad, unscale_grad, unscale_grad_
 from autoamp.passes.functions.index_add import index_add, index_add_
+from autoamp.passes.functions.made_again import made_again, noted
 from autoamp.passes.functions.norms import layer_norm, rms_norm, softmax
 from autoamp.passes.functions.products import product
 from autoamp.passes.functions.rotary import rotary
@@ -65,6 +66,8 @@ LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
         low_weight_unscaled,
         low_weights,
         low_weights_unscaled,
+        made_again,
+        noted,
         product,
         rms_norm,
         rotary,

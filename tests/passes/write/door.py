@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from autoamp.passes import list as passes
+from autoamp.passes.check.allowed_changes import MADE_AGAIN as MAY_MAKE_AGAIN
 from autoamp.passes.check.allowed_changes import TOGETHER as MAY_GROUP
 from autoamp.passes.check.compare import differences
 from autoamp.passes.decide.devices import Device
@@ -19,12 +20,16 @@ from autoamp.passes.write.copied import clean_up, copied
 from autoamp.passes.write.hoist_weight_casts import read_wide
 from autoamp.training.options import Options
 
+made_again_functions: Any = importlib.import_module(
+    "autoamp.passes.functions.made_again"
+)
 sums: Any = importlib.import_module("autoamp.passes.decide.sums")
 together: Any = importlib.import_module("autoamp.passes.write.grouped_weight_casts")
 
 __all__ = [
-    "MAY_GROUP", "Device", "clean_up", "copied", "differences",
-    "passes", "read_wide", "rewritten_graph", "sums", "together",
+    "MAY_GROUP", "MAY_MAKE_AGAIN", "Device", "clean_up", "copied", "differences",
+    "made_again_functions", "passes", "read_wide", "rewritten_graph",
+    "sums", "together",
 ]  # fmt: skip
 
 
