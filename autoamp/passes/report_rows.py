@@ -448,12 +448,14 @@ class Costs:
     Attributes:
         placements: `OURS`, `ALL_FP32` or another policy's name, to its cost.
         optimal_cost: the least cost of any legal placement.
+        for_bytes: whether more than that is spent to keep less for the backward.
         reward: the cost added by each allow op left in fp32; 0 with do_no_harm.
         device: the device from whose figures the prices are computed.
     """
 
     placements: Mapping[str, Placement]
     optimal_cost: int
+    for_bytes: bool
     reward: int
     device: str
 
@@ -507,6 +509,7 @@ def costs_of(rewritten: Rewritten) -> Costs:
     return Costs(
         placements=placements,
         optimal_cost=assignment.optimal_cost,
+        for_bytes=assignment.solved is not assignment.problem,
         reward=prices.reward,
         device=prices.device.name,
     )

@@ -405,8 +405,9 @@ def _certificate(costs: Costs) -> str:
     if cost != costs.optimal_cost:
         above = cost - costs.optimal_cost
         best = f"{above:,} above the least of all legal placements"
+        best += ", so that less is kept for the backward" * costs.for_bytes
     return (
-        f"Certificate: cost {cost:,} (units of 0.1 ns) is {best}, and an independent "
+        f"Certificate: cost {cost:,} (units of 0.1 ns) is {best}; an independent "
         "recount over the emitted graph gave the same."
     )
 

@@ -276,6 +276,7 @@ def _tables(section: Section, index: Mapping[str, int]) -> dict[str, Any]:
         "device": costs.device,
         "cost": ours.cost,
         "optimal_cost": costs.optimal_cost,
+        "for_bytes": costs.for_bytes,
         "has_reward": bool(costs.reward),
         "stayed": [
             {

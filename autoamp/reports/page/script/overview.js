@@ -61,7 +61,7 @@ function castTitle({ kind, dtype, every_call: everyCall }) {
   return kind + ", to " + dtype;
 }
 
-function placements({ placements: rows, device, cost, optimal_cost: best, has_reward: rewarded }) {
+function placements({ placements: rows, device, cost, optimal_cost: best, for_bytes: forBytes, has_reward: rewarded }) {
   const headers = ["placement", "predicted", "against this"];
   const trains = rows.some(({ kept }) => kept);
   if (trains) headers.push("kept for the backward");
@@ -69,7 +69,7 @@ function placements({ placements: rows, device, cost, optimal_cost: best, has_re
   const cells = rows.map((row, i) => [row.title, amount(row.estimate), i ? amount(row.extra, true) : "",
     ...(trains ? [inBytes(row.kept)] : []), ...(rewarded ? [row.allow_in_fp32] : [])]);
   const least = cost === best ? "the least of all legal placements"
-    : grouped(cost - best) + " above the least of all legal placements";
+    : grouped(cost - best) + " above the least of all legal placements" + (forBytes ? ", so that less is kept for the backward" : "");
   return [table("Predicted time of this graph", headers, cells),
     h("p", { class: "note" }, `Prices of ${device}. The cost of this placement, ${grouped(cost)} units of 0.1 ns` +
       `${rewarded ? " with rewards for converted allow ops" : ""}, is ${least}; a recount over the rewritten graph agrees.`)];
