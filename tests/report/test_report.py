@@ -146,8 +146,9 @@ def test_predicted_times_are_the_prices_that_were_minimised() -> None:
     assert [each.ops for each in times.classes[:2]] == [2, 1]
     assert sum(each.fp32 for each in times.classes) == pytest.approx(times.fp32)
     assert times.limit == pytest.approx(1 / (1 - times.share_that_may_be_low))
-    # What the first linear reads in fp16, and the norm and the second linear in fp32.
-    assert headline.kept == (2 + 4 + 4) * 4096 * 512
+    # What the first linear reads in fp16, and the norm and the second linear in fp32;
+    # and the norm's mean and deviation of each row.
+    assert headline.kept == (2 + 4 + 4) * 4096 * 512 + 2 * 4 * 4096
     for name in ("seconds_fp32", "seconds_autocast", "seconds"):
         assert seconds_text(figures[name]) in said
     for name in ("kept_fp32", "kept_autocast", "kept"):
