@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -93,6 +94,7 @@ print(json.dumps([count_step(CASE, way, gpu) for way in ("autocast", "autoamp")]
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch has a true CUDA")
+@pytest.mark.skipif(shutil.which("c++") is None, reason="the GPU needs a compiler")
 def test_each_kind_is_counted_on_a_gpu_that_is_not_there() -> None:
     # In a process of its own, whose torch takes that GPU for a true one.
     command = [sys.executable, "-c", ON_A_GPU]
